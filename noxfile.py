@@ -133,7 +133,7 @@ def _with_packages(session: nox.Session, name: str, *groups: str, extras: tuple[
 
 
 def _pure(session: nox.Session) -> str:
-    return _with_packages(session, "pure", "test", extras=())
+    return _with_packages(session, "pure", "test", "cover", extras=())
 
 
 def _torch(session: nox.Session) -> str:
@@ -260,6 +260,15 @@ def docs(session: nox.Session) -> None:
 def stress(session: nox.Session) -> None:
     """The whole of the long lists (kills, damaged files, schedules) of which CI runs a sample."""
     _pytest(session, _torch(session), "stress", "-m", "stress", "--timeout=1200", "packages")
+
+
+@nox.session(default=False)
+def cover(session: nox.Session) -> None:
+    """Branch coverage of the sources by the framework-free tests."""
+    folders = [f"packages/{package}/tests" for package in STACK]
+    skipped = ("--ignore-glob=*/tests/torch/*", "--ignore-glob=*/tests/mindspore/*")
+    options = ("--cov", "--cov-config=pyproject.toml", "--cov-report=term")
+    _pytest(session, _pure(session), "cover", *options, *skipped, *folders)
 
 
 @nox.session(default=False)
