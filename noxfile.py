@@ -27,7 +27,14 @@ nox.options.default_venv_backend = "none"
 nox.options.error_on_external_run = False
 
 ROOT = Path(__file__).parent
-STACK = ("hp-mesh", "hp-comm", "hp-dtensor", "hp-fully-shard", "hp-checkpoint", "hyper-parallel")
+STACK = (
+    "hp-mesh",
+    "hp-comm",
+    "hp-dtensor",
+    "hp-fully-shard",
+    "hp-checkpoint",
+    "hyper-parallel",
+)
 PACKAGES = [nox.param(name, id=name, tags=[name]) for name in STACK]
 DIST = ROOT / "dist"
 REPORTS = ROOT / ".nox" / "reports"
