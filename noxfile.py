@@ -147,8 +147,14 @@ def _torch(session: nox.Session) -> str:
     return _with_packages(session, "torch", "test", "types", "build", extras=("torch", "demo"))
 
 
-def _pytest(session: nox.Session, python: str, report: str, *arguments: str) -> None:
+def _report(session: str) -> str:
+    """Return the name of the report of a session, for example "unit-hp-mesh"."""
+    return session.replace("(", "-").removesuffix(")")
+
+
+def _pytest(session: nox.Session, python: str, *arguments: str) -> None:
     """Run pytest with the repository's settings and leave a report for `tests`."""
+    report = _report(session.name)
     session.run(
         python,
         *("-m", "pytest", "-q", "-p", "no:cacheprovider"),
@@ -197,7 +203,6 @@ def unit(session: nox.Session, package: str) -> None:
     _pytest(
         session,
         _pure(session),
-        f"unit-{package}",
         *("--doctest-modules", f"{folder}/src", f"{folder}/tests"),
         *("--ignore-glob=*/_torch/*", "--ignore-glob=*/tests/torch/*"),
         *("--ignore-glob=*/_mindspore/*", "--ignore-glob=*/tests/mindspore/*"),
@@ -237,7 +242,7 @@ def wheel(session: nox.Session, package: str) -> None:
     with session.chdir(folder):
         session.run(python, "-c", check, external=True)
         settings = ("-c", str(ROOT / "pyproject.toml"), "--rootdir", str(folder))
-        _pytest(session, python, f"wheel-{package}", *settings, str(folder / "tests"))
+        _pytest(session, python, *settings, str(folder / "tests"))
 
 
 # --- with a framework -----------------------------------------------------------------------
@@ -248,25 +253,25 @@ def torch(session: nox.Session) -> None:
     """Tests and doctests of all packages that need PyTorch (real ranks on this machine)."""
     tests = sorted(str(path) for path in ROOT.glob("packages/*/tests/torch"))
     sources = [str(_source(package)) for package in STACK]
-    _pytest(session, _torch(session), "torch", "--doctest-modules", *sources, *tests)
+    _pytest(session, _torch(session), "--doctest-modules", *sources, *tests)
 
 
 @nox.session(default=False, tags=["ci"])
 def integration(session: nox.Session) -> None:
     """Tests of several packages together, of the built files and of the house rules."""
-    _pytest(session, _torch(session), "integration", "tests/integration", "tests/packaging")
+    _pytest(session, _torch(session), "tests/integration", "tests/packaging")
 
 
 @nox.session(default=False, tags=["ci"])
 def docs(session: nox.Session) -> None:
     """Run the code of READMEs and docs, and follow their links."""
-    _pytest(session, _torch(session), "docs", "tests/docs")
+    _pytest(session, _torch(session), "tests/docs")
 
 
 @nox.session(default=False)
 def stress(session: nox.Session) -> None:
     """The whole of the long lists (kills, damaged files, schedules) of which CI runs a sample."""
-    _pytest(session, _torch(session), "stress", "-m", "stress", "--timeout=1200", "packages")
+    _pytest(session, _torch(session), "-m", "stress", "--timeout=1200", "packages")
 
 
 @nox.session(default=False)
@@ -275,7 +280,7 @@ def cover(session: nox.Session) -> None:
     folders = [f"packages/{package}/tests" for package in STACK]
     skipped = ("--ignore-glob=*/tests/torch/*", "--ignore-glob=*/tests/mindspore/*")
     options = ("--cov", "--cov-config=pyproject.toml", "--cov-report=term")
-    _pytest(session, _pure(session), "cover", *options, *skipped, *folders)
+    _pytest(session, _pure(session), *options, *skipped, *folders)
 
 
 @nox.session(default=False)
@@ -318,12 +323,14 @@ CI = (
 def tests(session: nox.Session) -> None:
     """All that CI runs, in order; ends with the slowest tests and the counts."""
     cases = []
-    for path in sorted(REPORTS.glob("*.xml")):
-        cases += [(path.stem, case) for case in ET.parse(path).getroot().iter("testcase")]
+    for name in CI:
+        path = REPORTS / f"{_report(name)}.xml"
+        if path.exists():
+            cases += [(name, case) for case in ET.parse(path).getroot().iter("testcase")]
     skipped = sum(case.find("skipped") is not None for _, case in cases)
     slowest = sorted(cases, key=lambda item: -float(item[1].get("time", "0")))[:NUM_SLOWEST]
     print(f"The {len(slowest)} slowest tests:")
-    for report, case in slowest:
-        name = f"{case.get('classname')}::{case.get('name')}"
-        print(f"  {float(case.get('time', '0')):6.1f} s  {report}: {name}")
+    for name, case in slowest:
+        test = f"{case.get('classname')}::{case.get('name')}"
+        print(f"  {float(case.get('time', '0')):6.1f} s  {name}: {test}")
     print(f"{len(cases) - skipped} passed, 0 failed, {skipped} skipped")
