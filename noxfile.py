@@ -144,7 +144,8 @@ def _pure(session: nox.Session) -> str:
 
 
 def _torch(session: nox.Session) -> str:
-    return _with_packages(session, "torch", "test", "types", "build", extras=("torch", "demo"))
+    groups = ("test", "types", "layers", "build")
+    return _with_packages(session, "torch", *groups, extras=("torch", "demo"))
 
 
 def _report(session: str) -> str:

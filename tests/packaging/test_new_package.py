@@ -57,10 +57,10 @@ def test_new_package_stands_right_above_the_one_named(tree: Path) -> None:
 
 def test_new_package_is_entered_in_every_list(tree: Path) -> None:
     text = (ROOT / "pyproject.toml").read_text()
-    num_lists = text.count("hp_comm") + text.count("packages/hp-comm/src")
+    num_lists = text.count('"hp_comm"') + text.count("packages/hp-comm/src")
     _make(tree, "hp-data", "hp-comm")
     text = (tree / "pyproject.toml").read_text()
-    assert text.count("hp_data") + text.count("packages/hp-data/src") == num_lists
+    assert text.count('"hp_data"') + text.count("packages/hp-data/src") == num_lists
 
 
 @pytest.mark.parametrize(
