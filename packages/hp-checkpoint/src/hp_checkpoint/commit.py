@@ -1,0 +1,204 @@
+"""One save, from the lock to the moment it counts. Only group index 0 of the savers has one.
+
+    the target             data goes to                       it counts when
+    isn't there            a temporary folder beside it       this folder is renamed
+    is a folder            the folder, under fresh names      the manifest is replaced
+
+Either is one atomic call of the file system, made after everything it needs is on the disk. Before
+it the old checkpoint is whole, after it the new one is; what is then unneeded is removed last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from hp_checkpoint.check import DATA_NAME
+from hp_checkpoint.errors import ExistsError, LockedError, ManifestError, NotFoundError, RankError
+from hp_checkpoint.folder import (
+    MANIFEST,
+    make_parents,
+    mark_name,
+    next_manifest_name,
+    read_manifest,
+    remove_temporary,
+    remove_unnamed,
+    sync_folder,
+    temporary_folder,
+    temporary_folders,
+    write_durably,
+)
+from hp_checkpoint.lock import PathLock
+from hp_checkpoint.manifest import from_bytes, to_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from hp_checkpoint.manifest import Manifest
+
+_OURS = b'{"format":"hp-checkpoint",'
+
+
+class Commit:
+    """Begins a save to a path, then makes it count or undoes it.
+
+    Args:
+        target: The checkpoint's folder, as from `folder.resolve`.
+        token: 16 random hex digits.
+        world_size: How many ranks save.
+        overwrite: Whether a checkpoint that is there may be replaced.
+
+    Raises:
+        ExistsError: There is a checkpoint and it may not be replaced, or there is a file of
+            another program in place of the manifest.
+        LockedError: Another job is saving to this path.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from hp_checkpoint.manifest import Manifest
+        >>> target = Path(tempfile.mkdtemp()) / "step-1"
+        >>> commit = Commit(target, "0123456789abcdef", 1, overwrite=False)
+        >>> commit.finish(Manifest(1, 1 << 20, {}, ()))
+        >>> [file.name for file in target.iterdir()]
+        ['manifest.json']
+    """
+
+    def __init__(self, target: Path, token: str, world_size: int, *, overwrite: bool) -> None:
+        self._target = target
+        self._token = token
+        self._committed = False
+        _check_vacant(target, overwrite=overwrite)
+        make_parents(target.parent)
+        self._lock = PathLock(target)
+        try:
+            _check_vacant(target, overwrite=overwrite)
+            self._old = _old_files(target)
+            _clean_beside(target)
+            self.is_inside = target.is_dir()
+            if self.is_inside:
+                named, replaced = self._old
+                remove_unnamed(target, named, replaced)
+                self.folder = target
+                write_durably(target / mark_name(token, world_size), b"")
+                self._mark = target / mark_name(token, world_size)
+                sync_folder(target)
+            else:
+                self.folder = temporary_folder(target, token)
+                os.mkdir(self.folder)
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def finish(self, manifest: Manifest) -> None:
+        """Make the save count. All data files must be durable and closed for writing.
+
+        Raises:
+            RankError: A data file isn't here with the size that its writer stated.
+            OSError: The file system refuses; `abort` undoes the save unless it counts already.
+        """
+        self._check_files(manifest)
+        if self.is_inside:
+            named, replaced = self._old
+            left = [name for name in replaced if os.path.lexists(self._target / name)]
+            manifest = replace(manifest, replaces=tuple(sorted({*named, *left})))
+            upcoming = self._target / next_manifest_name(self._token)
+            write_durably(upcoming, to_bytes(manifest))
+            sync_folder(self._target)
+            os.replace(upcoming, self._target / MANIFEST)
+        else:
+            write_durably(self.folder / MANIFEST, to_bytes(manifest))
+            sync_folder(self.folder)
+            os.rename(self.folder, self._target)
+        self._committed = True
+        sync_folder(self._target if self.is_inside else self._target.parent)
+        with contextlib.suppress(OSError):  # the next save tries again
+            if self.is_inside:
+                os.unlink(self._mark)
+                remove_unnamed(
+                    self._target, frozenset(manifest.files), frozenset(manifest.replaces)
+                )
+        self._lock.release()
+
+    def abort(self) -> None:
+        """Undo what `Commit` did, unless the save counts already; idempotent.
+
+        Data files that ranks of this save still hold locked stay for the next save to remove.
+        """
+        with contextlib.suppress(OSError):
+            if self._committed:
+                pass
+            elif self.is_inside:
+                named, replaced = self._old
+                remove_unnamed(self._target, named, replaced)
+            else:
+                remove_temporary(self.folder)
+        self._lock.release()
+
+    def _check_files(self, manifest: Manifest) -> None:
+        for name, file in manifest.files.items():
+            path = self.folder / name
+            size = path.stat().st_size if path.exists() else -1
+            if size != file.num_bytes:
+                found = "no such file" if size < 0 else f"{size} bytes"
+                raise RankError(
+                    f"{path} should have {file.num_bytes} bytes, found {found}: the file was "
+                    f"changed by others, or the ranks don't see one file system."
+                )
+
+
+def _check_vacant(target: Path, *, overwrite: bool) -> None:
+    """Raise if a manifest is in the way."""
+    try:
+        content = read_manifest(target)
+    except NotFoundError:
+        return
+    except ManifestError as error:
+        raise ExistsError(
+            f"{target / MANIFEST} is in the way and can't be read: {error}"
+        ) from error
+    if not content.startswith(_OURS):
+        raise ExistsError(
+            f"{target / MANIFEST} is in the way: it isn't a manifest of hp-checkpoint, so it is "
+            f"left alone. Save to another folder, or move it."
+        )
+    if not overwrite:
+        raise ExistsError(
+            f"{target} holds a checkpoint and overwrite=False. Choose another path, or pass "
+            f"overwrite=True to replace it."
+        )
+
+
+def _old_files(target: Path) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the data files that the manifest in place names and those it replaced.
+
+    A damaged manifest proves nothing, so nothing it may have named is removed.
+    """
+    try:
+        manifest = from_bytes(read_manifest(target))
+    except (NotFoundError, ManifestError):
+        return frozenset(), frozenset()
+    return _data_names(manifest.files), _data_names(dict.fromkeys(manifest.replaces))
+
+
+def _data_names(names: Mapping[str, object]) -> frozenset[str]:
+    return frozenset(name for name in names if DATA_NAME.fullmatch(name))
+
+
+def _clean_beside(target: Path) -> None:
+    """Remove temporary folders of dead saves beside the target, also of other targets."""
+    for name, folder in temporary_folders(target.parent):
+        if name == target.name:
+            remove_temporary(folder)
+            continue
+        try:
+            lock = PathLock(target.parent / name, patience_s=0.0)
+        except (LockedError, OSError):  # its saver lives
+            continue
+        try:
+            remove_temporary(folder)
+        finally:
+            lock.release()
