@@ -1,0 +1,54 @@
+"""The errors of hp_comm.
+
+error              raised when
+CommError          a call's arguments don't fit the operation or the group
+TransportError     a transport that was asked for by name can't serve this group
+MismatchError      ranks of one group made different calls at the same place
+CommTimeoutError   a wait ended before all ranks arrived; names who is missing
+"""
+
+from __future__ import annotations
+
+
+class CommError(ValueError):
+    """A collective was asked for something it can't do; nothing was sent or changed."""
+
+
+class TransportError(CommError, RuntimeError):
+    """The transport asked for by name can't serve this group; says why and what would."""
+
+
+class MismatchError(CommError, RuntimeError):
+    """Ranks of one group are at different calls; says which rank is at which."""
+
+
+class CommTimeoutError(CommError, TimeoutError):
+    """A wait ended by its time-out.
+
+    Args:
+        operation: What was waited for, for example "all_reduce" or "gather of layers.3".
+        group: Name of the group.
+        sequence: Number of the call in this group, counted from 1.
+        missing: Global ranks that had not arrived.
+        timeout_s: How long was waited, in seconds.
+
+    Example:
+        >>> print(CommTimeoutError("all_reduce", "dp", 7, (3,), 5.0))
+        all_reduce number 7 of group 'dp' waited 5.0 s and rank 3 did not arrive. Look at that \
+rank's log for an earlier error or another order of calls; raise timeout_s if it is only slow.
+    """
+
+    def __init__(
+        self, operation: str, group: str, sequence: int, missing: tuple[int, ...], timeout_s: float
+    ) -> None:
+        self.operation = operation
+        self.group = group
+        self.sequence = sequence
+        self.missing = missing
+        self.timeout_s = timeout_s
+        word = "rank" if len(missing) == 1 else "ranks"
+        super().__init__(
+            f"{operation} number {sequence} of group {group!r} waited {timeout_s} s and {word} "
+            f"{', '.join(map(str, missing))} did not arrive. Look at that rank's log for an "
+            f"earlier error or another order of calls; raise timeout_s if it is only slow."
+        )

@@ -1,0 +1,173 @@
+"""The transport of a group of one rank: nothing moves."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hp_comm.trace import note_collective, note_copy
+from hp_comm.verify import check_all_gather, check_array, check_reduce_scatter, check_source
+from hp_comm.wire import nbytes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from hp_comm.plan import UnitPlan
+    from hp_comm.ports import Array, ArrayOps, ReduceOp, Work
+
+
+class DoneWork:
+    """The work of a collective that is over when the call returns."""
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Return at once."""
+
+    def is_completed(self) -> bool:
+        """Tell that it is over."""
+        return True
+
+
+class LocalCommunicator:
+    """Implements `hp_comm.ports.Communicator` for a group of one.
+
+    Args:
+        name: The group's name in traces.
+        rank: This process's global rank.
+        ops: The tensor operations.
+    """
+
+    transport = "local"
+    index = 0
+
+    def __init__(self, name: str, rank: int, ops: ArrayOps) -> None:
+        self.name = name
+        self.ranks = (rank,)
+        self.ops = ops
+
+    def all_gather_into(
+        self, output: Array, source: Array, *, async_op: bool = False
+    ) -> Work | None:
+        """Copy `source` to `output`."""
+        check_all_gather(self.ops, output, source, 1)
+        self._note("all_gather")
+        self.ops.copy(output, self.ops.reshape(source, output.shape))
+        return DoneWork() if async_op else None
+
+    def reduce_scatter_into(
+        self, output: Array, source: Array, *, op: ReduceOp = "sum", async_op: bool = False
+    ) -> Work | None:
+        """Copy `source` to `output`."""
+        check_reduce_scatter(self.ops, output, source, op, 1)
+        self._note("reduce_scatter")
+        self.ops.copy(output, self.ops.reshape(source, output.shape))
+        return DoneWork() if async_op else None
+
+    def all_reduce(
+        self, array: Array, *, op: ReduceOp = "sum", async_op: bool = False
+    ) -> Work | None:
+        """Leave the array as it is."""
+        check_array(self.ops, array, op)
+        self._note("all_reduce")
+        return DoneWork() if async_op else None
+
+    def broadcast(self, array: Array, *, source: int = 0, async_op: bool = False) -> Work | None:
+        """Leave the array as it is."""
+        check_array(self.ops, array, "sum")
+        check_source(source, 1)
+        self._note("broadcast")
+        return DoneWork() if async_op else None
+
+    def barrier(self, *, timeout_s: float | None = None) -> None:
+        """Return at once."""
+        self._note("barrier")
+
+    def all_gather_bytes(self, value: bytes) -> list[bytes]:
+        """Return this rank's bytes."""
+        return [value]
+
+    def open_unit(self, plan: UnitPlan, *, label: str) -> LocalUnit:
+        """Return a channel that moves nothing."""
+        return LocalUnit(self, plan, label)
+
+    def close(self) -> None:
+        """Do nothing: there is no memory or descriptor."""
+
+    def _note(self, kind: str) -> None:
+        note_collective(kind, group=self.name, transport=self.transport, wire_bytes=0)
+
+
+class LocalUnit:
+    """Implements `hp_comm.ports.UnitChannel` for a group of one.
+
+    A full parameter is the shard itself, unless it has to be cast.
+
+    Args:
+        communicator: The group of one.
+        plan: The unit's parameters.
+        label: The unit's name in traces.
+    """
+
+    def __init__(self, communicator: LocalCommunicator, plan: UnitPlan, label: str) -> None:
+        self._comm = communicator
+        self._ops = communicator.ops
+        self._plan = plan
+        self._label = label
+        self._cast: dict[int, Array] = {
+            index: self._ops.empty(spec.shape, spec.compute_dtype)
+            for index, spec in enumerate(plan.params)
+            if spec.storage_dtype != spec.compute_dtype
+        }
+        self._full: tuple[Array, ...] = ()
+        self._grads: Sequence[Array | None] = ()
+        self._factor = 1.0
+
+    @property
+    def plan(self) -> UnitPlan:
+        """The plan this channel was opened with."""
+        return self._plan
+
+    def gather(self, shards: Sequence[Array]) -> None:
+        """Cast the shards that need it."""
+        self._note("all_gather")
+        for index, made in self._cast.items():
+            self._ops.copy(made, shards[index])
+            note_copy("all_gather", copied_bytes=nbytes(self._ops, made), label=self._label)
+        self._full = tuple(self._cast.get(index, shard) for index, shard in enumerate(shards))
+
+    def wait_gather(self) -> tuple[Array, ...]:
+        """Return the full parameters."""
+        return self._full
+
+    def free(self) -> None:
+        """Do nothing: the full parameters are the shards."""
+
+    def reduce(self, grads: Sequence[Array | None], factor: float) -> None:
+        """Keep the gradients for `wait_reduce`."""
+        self._note("reduce_scatter")
+        self._grads, self._factor = grads, factor
+
+    def wait_reduce(self) -> tuple[Array | None, ...]:
+        """Return the gradients; those that must be cast or scaled in new memory."""
+        grads, self._grads = self._grads, ()
+        return tuple(
+            None if grad is None else self._finish(grad, spec.reduce_dtype)
+            for grad, spec in zip(grads, self._plan.params, strict=True)
+        )
+
+    def close(self) -> None:
+        """Drop references to the memory."""
+        self._cast, self._full, self._grads = {}, (), ()
+
+    def _finish(self, grad: Array, dtype: str) -> Array:
+        if self._factor == 1.0 and self._ops.dtype_of(grad) == dtype:
+            return grad
+        made = self._ops.empty(grad.shape, dtype)
+        self._ops.copy(made, grad)
+        note_copy("reduce_scatter", copied_bytes=nbytes(self._ops, made), label=self._label)
+        if self._factor != 1.0:
+            self._ops.scale(made, self._factor)
+        return made
+
+    def _note(self, kind: str) -> None:
+        note_collective(
+            kind, group=self._comm.name, transport="local", wire_bytes=0, label=self._label
+        )

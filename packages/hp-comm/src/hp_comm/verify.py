@@ -1,0 +1,78 @@
+"""Checks of a collective's arguments, made before anything is sent."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, get_args
+
+from hp_comm.errors import CommError
+from hp_comm.ports import ReduceOp
+
+if TYPE_CHECKING:
+    from hp_comm.ports import Array, ArrayOps
+
+REDUCE_OPS: tuple[str, ...] = get_args(ReduceOp)
+
+
+def check_array(ops: ArrayOps, array: Array, op: str) -> None:
+    """Raise unless the array can be sent as it lies and the operation is known."""
+    _check_contiguous(ops, array, "the array")
+    _check_op(ops, array, op)
+
+
+def check_source(source: int, num_ranks: int) -> None:
+    """Raise unless a group index is inside the group."""
+    if not 0 <= source < num_ranks:
+        raise CommError(
+            f"broadcast was asked for from group index {source} in a group of {num_ranks} ranks. "
+            f"Pass an index in [0, {num_ranks})."
+        )
+
+
+def check_all_gather(ops: ArrayOps, output: Array, source: Array, num_ranks: int) -> None:
+    """Raise unless `output` has room for every rank's `source`."""
+    _check_pair(ops, output, source)
+    _check_sizes("all_gather_into", output, source, num_ranks)
+
+
+def check_reduce_scatter(
+    ops: ArrayOps, output: Array, source: Array, op: str, num_ranks: int
+) -> None:
+    """Raise unless `source` is one `output` per rank."""
+    _check_pair(ops, output, source)
+    _check_op(ops, source, op)
+    _check_sizes("reduce_scatter_into", source, output, num_ranks)
+
+
+def _check_sizes(call: str, large: Array, small: Array, num_ranks: int) -> None:
+    have, part = math.prod(large.shape), math.prod(small.shape)
+    if have != num_ranks * part:
+        raise CommError(
+            f"{call} over {num_ranks} ranks was given {have} elements {tuple(large.shape)} on the "
+            f"whole side and {part} elements {tuple(small.shape)} on one rank's. Pass "
+            f"{num_ranks} x {part} = {num_ranks * part} elements."
+        )
+
+
+def _check_pair(ops: ArrayOps, output: Array, source: Array) -> None:
+    _check_contiguous(ops, output, "output")
+    _check_contiguous(ops, source, "source")
+    found = ops.dtype_of(output), ops.dtype_of(source)
+    if found[0] != found[1]:
+        raise CommError(
+            f"output has the data type {found[0]} and source {found[1]}. Cast one of them."
+        )
+
+
+def _check_contiguous(ops: ArrayOps, array: Array, what: str) -> None:
+    if not ops.is_contiguous(array):
+        raise CommError(
+            f"{what} of shape {tuple(array.shape)} isn't contiguous. Pass a contiguous one."
+        )
+
+
+def _check_op(ops: ArrayOps, array: Array, op: str) -> None:
+    if op not in REDUCE_OPS:
+        raise CommError(f"reduce operation {op!r} isn't known. Pass one of {REDUCE_OPS}.")
+    if op in ("avg", "prod", "sum") and ops.dtype_of(array) == "bool":
+        raise CommError(f"{op!r} of booleans has no meaning. Use max (any) or min (all).")
