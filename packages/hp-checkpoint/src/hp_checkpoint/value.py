@@ -270,8 +270,11 @@ def _numpy_dtype(content: Json) -> np.dtype[np.generic]:
 
 
 def _decode_numpy(content: Json) -> object:
-    dtype, data = _list(content, 2)
-    return np.frombuffer(_from_base64(data), dtype=_numpy_dtype(dtype), count=1)[0]
+    name, data = _list(content, 2)
+    dtype = _numpy_dtype(name)
+    if not dtype.itemsize:  # an empty text
+        return np.zeros(1, dtype)[0]
+    return np.frombuffer(_from_base64(data), dtype=dtype, count=1)[0]
 
 
 def _decode_array(content: Json) -> object:
