@@ -5,10 +5,10 @@ from contextlib import nullcontext
 
 import numpy as np
 import pytest
-from hp_comm.testing import run_threads
 
 from hp_comm.plan import ParamSpec, plan_unit
 from hp_comm.ports import Array, Communicator
+from hp_comm.testing import run_threads
 from hp_fully_shard.executor import ExecutedUnit, Executor
 from hp_fully_shard.scheduler import Scheduler, UnitSettings
 from hp_mesh import Box, shard_bounds

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from hp_mesh._framework import framework_of, load_adapter
-
 from hp_fully_shard.errors import FullyShardError
 from hp_fully_shard.policy import MixedPrecisionPolicy
+from hp_mesh._framework import framework_of, load_adapter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

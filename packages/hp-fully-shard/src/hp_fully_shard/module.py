@@ -30,19 +30,17 @@ class HSDPModule:
 
     @abstractmethod
     def set_requires_gradient_sync(
-        self, requires_gradient_sync: bool, *, recurse: bool = True
+        self, requires_gradient_sync: bool, recurse: bool = True
     ) -> None:
         """Choose whether the next backward reduces gradients or keeps them on this rank."""
 
     @abstractmethod
-    def set_reshard_after_forward(
-        self, reshard_after_forward: bool, *, recurse: bool = True
-    ) -> None:
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Choose whether the full parameters are given back after forward."""
 
     @abstractmethod
     def set_reshard_after_backward(
-        self, reshard_after_backward: bool, *, recurse: bool = True
+        self, reshard_after_backward: bool, recurse: bool = True
     ) -> None:
         """Choose whether the full parameters are given back after backward."""
 

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from hp_comm.testing import run_ranks
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from hp_comm.testing import run_ranks
 from hp_fully_shard import (
     FullyShardError,
     HSDPModule,

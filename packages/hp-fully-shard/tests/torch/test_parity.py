@@ -11,10 +11,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hp_comm.testing import run_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from hp_comm.testing import run_ranks
 from hp_dtensor import Shard
 from hp_fully_shard import MixedPrecisionPolicy, fully_shard
 from hp_mesh import init_device_mesh

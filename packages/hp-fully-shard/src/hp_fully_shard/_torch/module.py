@@ -6,12 +6,12 @@ transformers and torch's pipelining test for it.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import UnshardHandle as FSDPUnshardHandle
 
 from hp_fully_shard._torch.tree import Tree, settle, units_of
 from hp_fully_shard.errors import FullyShardError, UnsupportedError
@@ -33,7 +33,7 @@ class TorchHSDPModule(HSDPModule, FSDPModule):
     def _hp_unit(self) -> TorchUnit:
         return units_of(cast("nn.Module", self))[0]
 
-    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+    def unshard(self, async_op: bool = False) -> TorchUnshardHandle | None:
         """Make this unit's parameters whole; all ranks must call it."""
         _check_bool("unshard", "async_op", async_op)
         handle = TorchUnshardHandle(self)
@@ -48,7 +48,7 @@ class TorchHSDPModule(HSDPModule, FSDPModule):
             place.tree.run(place.tree.scheduler.reshard(place.number))
 
     def set_requires_gradient_sync(
-        self, requires_gradient_sync: bool, *, recurse: bool = True
+        self, requires_gradient_sync: bool, recurse: bool = True
     ) -> None:
         """Choose whether the next backward reduces gradients or keeps them on this rank."""
         name = "set_requires_gradient_sync"
@@ -56,9 +56,7 @@ class TorchHSDPModule(HSDPModule, FSDPModule):
         for settings in self._hp_settings(name, recurse):
             settings.sync = requires_gradient_sync
 
-    def set_reshard_after_forward(
-        self, reshard_after_forward: bool, *, recurse: bool = True
-    ) -> None:
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Choose whether the full parameters are given back after forward."""
         name = "set_reshard_after_forward"
         _check_bool(name, "reshard_after_forward", reshard_after_forward)
@@ -67,7 +65,7 @@ class TorchHSDPModule(HSDPModule, FSDPModule):
             unit.settings.reshard_after_forward = reshard_after_forward
 
     def set_reshard_after_backward(
-        self, reshard_after_backward: bool, *, recurse: bool = True
+        self, reshard_after_backward: bool, recurse: bool = True
     ) -> None:
         """Choose whether the full parameters are given back after backward."""
         name = "set_reshard_after_backward"
@@ -75,12 +73,16 @@ class TorchHSDPModule(HSDPModule, FSDPModule):
         for settings in self._hp_settings(name, recurse):
             settings.reshard_after_backward = reshard_after_backward
 
-    def set_modules_to_forward_prefetch(self, modules: Sequence[HSDPModule]) -> None:
+    def set_modules_to_forward_prefetch(  # type: ignore[override]  # tuples are taken too
+        self, modules: Sequence[HSDPModule]
+    ) -> None:
         """Gather these units as soon as this one's forward starts."""
         self._hp_unit.forward_prefetch = _units("set_modules_to_forward_prefetch", modules)
         self._hp_resolve()
 
-    def set_modules_to_backward_prefetch(self, modules: Sequence[HSDPModule]) -> None:
+    def set_modules_to_backward_prefetch(  # type: ignore[override]  # tuples are taken too
+        self, modules: Sequence[HSDPModule]
+    ) -> None:
         """Gather these units as soon as this one's backward starts."""
         self._hp_unit.backward_prefetch = _units("set_modules_to_backward_prefetch", modules)
         self._hp_resolve()
@@ -112,7 +114,7 @@ class TorchHSDPModule(HSDPModule, FSDPModule):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         """Convert the shards, as `module.to(...)` asks, and adopt the results."""
         self.reshard()
-        result = nn.Module._apply(cast("nn.Module", self), fn, recurse)
+        result: nn.Module = nn.Module._apply(cast("nn.Module", self), fn, recurse)
         for unit in units_of(cast("nn.Module", self)):
             for param in unit.params:
                 param.refresh()
@@ -140,7 +142,7 @@ class TorchHSDPModule(HSDPModule, FSDPModule):
             self._hp_unit.place.tree.resolve_prefetch()
 
 
-class TorchUnshardHandle(UnshardHandle):
+class TorchUnshardHandle(UnshardHandle, FSDPUnshardHandle):
     """Waits for a gather that `unshard(async_op=True)` started."""
 
     def __init__(self, module: TorchHSDPModule) -> None:
@@ -171,7 +173,10 @@ for _name in vars(FSDPModule):
         setattr(TorchHSDPModule, _name, _unsupported(_name))
 
 
-@cache
+_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
+"""One class per original class, so that two sharded modules of a class have one class, too."""
+
+
 def sharded_class(original: type[nn.Module]) -> type[nn.Module]:
     """Return the class that a module of this class gets when it is sharded.
 
@@ -179,11 +184,14 @@ def sharded_class(original: type[nn.Module]) -> type[nn.Module]:
         >>> sharded_class(nn.Linear).__name__
         'HSDPLinear'
     """
+    if original in _CLASSES:
+        return _CLASSES[original]
     bases = (TorchHSDPModule, original)
     made = type(f"{CLASS_PREFIX}{original.__name__}", bases, {"__module__": original.__module__})
     # torch's FSDPModule.__new__ makes an instance of the class at this index
     made._orig_cls_mro_index = made.__mro__.index(original)  # type: ignore[attr-defined]  # torch's name
-    return cast("type[nn.Module]", made)
+    _CLASSES[original] = cast("type[nn.Module]", made)
+    return _CLASSES[original]
 
 
 def hook_module_methods(module: nn.Module) -> None:

@@ -63,7 +63,10 @@ def _map(function: Callable[[torch.Tensor], torch.Tensor], value: object) -> obj
     if isinstance(value, Mapping):
         return _mapping_like(value, dict(mapped))
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*[item for _, item in mapped])
+        make = cast(
+            "Callable[..., object]", type(value)
+        )  # a named tuple takes its fields one by one
+        return make(*[item for _, item in mapped])
     if isinstance(value, (tuple, list, set, frozenset)):
         return type(value)(item for _, item in mapped)
     changed = copy.copy(value)

@@ -81,7 +81,7 @@ class Tree:
         for action in actions:
             if isinstance(action, QueueEnd):
                 engine = Variable._execution_engine
-                engine.queue_callback(self._on_backward_end)  # type: ignore[attr-defined]  # untyped
+                engine.queue_callback(self._on_backward_end)
             else:
                 self.executor.run((action,))
 

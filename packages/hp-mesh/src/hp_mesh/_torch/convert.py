@@ -39,4 +39,8 @@ def make_torch_mesh(mesh: DeviceMesh) -> TorchMesh:
         return cast("TorchMesh", root.to_torch()[key])  # type: ignore[index]  # a torch mesh
     groups = [cast("ProcessGroup", mesh.get_group(axis)) for axis in range(mesh.ndim)]
     ranks = torch.tensor(mesh.ranks, dtype=torch.int, device="cpu").view(mesh.shape)
-    return TorchMesh.from_group(groups, mesh.device_type, mesh=ranks, mesh_dim_names=names)
+    if mesh.ndim == 1:  # torch wants the bare group then, and takes no name from a list
+        return TorchMesh.from_group(groups[0], mesh.device_type, mesh=ranks, mesh_dim_names=names)
+    return TorchMesh.from_group(
+        groups, mesh.device_type, mesh=ranks, mesh_dim_names=names or mesh.axis_names
+    )
