@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import sys
@@ -68,20 +69,6 @@ def _load(path: str) -> ModuleType:
 
 
 def _join_group(rank: int, world_size: int, channel: Connection) -> None:
-    if importlib.util.find_spec("torch") is None:
-        return
-    import torch  # noqa: PLC0415  # only where it is installed
-    import torch.distributed as dist  # noqa: PLC0415
-    from torch._C._distributed_c10d import Store, TCPStore  # noqa: PLC0415
-
-    torch.set_num_threads(1)
-    store: Store
-    if rank == 0:
-        store = TCPStore(HOST, 0, world_size, is_master=True, wait_for_workers=False)
-        channel.send(("port", store.port))
-        port = channel.recv()
-    else:
-        port = channel.recv()
-        store = TCPStore(HOST, port, world_size, is_master=False)
-    os.environ["MASTER_PORT"] = str(port)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    """Set up process groups where a framework is installed that has them."""
+    if importlib.util.find_spec("torch") is not None:
+        importlib.import_module("hp_comm._torch.join").join_group(rank, world_size, channel)

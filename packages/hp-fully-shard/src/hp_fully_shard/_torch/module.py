@@ -96,6 +96,13 @@ class TorchHSDPModule(HSDPModule, FSDPModule):
         self._hp_unit.divide_factor = float(factor)
         self._hp_unit.executed.factor = 1.0 / float(factor)
 
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
+        """Accept FSDP2's switch: parameters unused on some ranks always get the right mean."""
+        name = "set_reduce_scatter_unused_params"
+        _check_bool(name, "reduce_scatter_unused_params", reduce_scatter_unused_params)
+
     def reset_iter_state(self, recursive: bool = True) -> None:
         """Forget a half-run iteration: units are freed, unreduced gradients dropped."""
         _check_bool("reset_iter_state", "recursive", recursive)
@@ -167,7 +174,7 @@ def _unsupported(name: str) -> Callable[..., object]:
     return method
 
 
-SUPPORTED = frozenset(name for name in vars(HSDPModule) if not name.startswith("_"))
+SUPPORTED = frozenset(name for name in vars(TorchHSDPModule) if not name.startswith("_"))
 for _name in vars(FSDPModule):
     if not _name.startswith("_") and _name not in SUPPORTED:
         setattr(TorchHSDPModule, _name, _unsupported(_name))

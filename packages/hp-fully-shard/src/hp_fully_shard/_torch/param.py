@@ -10,7 +10,7 @@ change of a tensor that autograd saved.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
@@ -19,6 +19,8 @@ from hp_comm.plan import ParamSpec
 from hp_dtensor import Layout, Shard, dtensor_from_local, local_of
 
 if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
     from hp_mesh import DeviceMesh
 
 TORCH_PREFIX = "torch."
@@ -82,7 +84,7 @@ class ShardedParam:
     @property
     def local(self) -> torch.Tensor:
         """This rank's shard, as it is now."""
-        return local_of(self.sharded)
+        return cast("torch.Tensor", local_of(self.sharded))
 
     @property
     def signature(self) -> tuple[object, ...]:
@@ -178,7 +180,7 @@ class ShardedParam:
             other.bind(current)
         local = local_of(current)
         if not self._has_room(local):
-            current._local_tensor = self._padded(local)
+            cast("DTensor", current)._local_tensor = self._padded(local)
         self.full = self._array = None
 
     def _shard(self, original: nn.Parameter) -> nn.Parameter:
