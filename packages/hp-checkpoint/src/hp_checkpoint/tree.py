@@ -250,7 +250,8 @@ def _walk(value: object, path: Path, arrays: Arrays) -> Iterator[Leaf]:
     kind = kind_of(value)
     if kind is None or not _is_open(value, kind, arrays):
         if path:
-            yield Leaf(path, value, is_tensor=False)
+            plain = {} if isinstance(value, OpenDict) else value
+            yield Leaf(path, plain, is_tensor=False)
         return
     for key, item in _items(value, kind):
         _check_key(key, path)
