@@ -5,8 +5,13 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import pickle
+import select
+import signal
 import sys
 import traceback
+import warnings
+from threading import Thread
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -23,28 +28,51 @@ def run_child(
     call: tuple[tuple[object, ...], dict[str, str]],
     channel: Connection,
 ) -> None:
-    """Run one rank; sends ("port", n) from rank 0, then ("result", r) or ("failure", text)."""
+    """Run one rank; sends ("port", n) from rank 0, then ("result", r) or ("failure", text).
+
+    Args:
+        rank: This process's rank.
+        world_size: Number of ranks of the run.
+        source: Path of the function's file, and its name there.
+        call: The function's further arguments, and the whole environment.
+        channel: To the process that started the ranks.
+    """
     os.setsid()
-    args, env = call
-    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size}
-    os.environ.update({name: str(value) for name, value in numbers.items()})
-    os.environ.update(LOCAL_WORLD_SIZE=str(world_size), MASTER_ADDR=HOST, OMP_NUM_THREADS="1")
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    os.environ.update(env)
+    Thread(target=_die_with_caller, args=(channel,), daemon=True).start()
+    args, environment = call
+    _set_environment(rank, world_size, environment)
     try:
-        function: object = _load(source[0])
-        for name in source[1].split("."):
-            function = getattr(function, name)
-        _join_group(rank, world_size, channel)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of imports and set-up: not what is tested
+            function = _load(*source)
+            _join_group(rank, world_size, channel)
         assert callable(function), f"{source[1]} isn't a function"
-        message = ("result", function(rank, world_size, *args))
+        message = pickle.dumps(("result", function(rank, world_size, *args)))
     except BaseException:  # every failure of the code under test goes home
-        message = ("failure", traceback.format_exc())
-    channel.send(message)
-    _wait_for_the_others(channel)
+        message = pickle.dumps(("failure", traceback.format_exc()))
     sys.stdout.flush()
     sys.stderr.flush()
+    channel.send_bytes(message)
+    _wait_for_the_others(channel)
     os._exit(0)
+
+
+def _die_with_caller(channel: Connection) -> None:
+    """Wait until the other end of the channel is gone, then kill this rank and all it started."""
+    poll = select.poll()
+    poll.register(channel.fileno(), 0)  # no event but the hang-up
+    poll.poll()
+    os.killpg(0, signal.SIGKILL)
+
+
+def _set_environment(rank: int, world_size: int, environment: dict[str, str]) -> None:
+    """Take over the environment of the call: the fork server's is that of its first use."""
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size}
+    os.environ.clear()
+    os.environ.update(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
+    os.environ.update({name: str(value) for name, value in numbers.items()})
+    os.environ.update(LOCAL_WORLD_SIZE=str(world_size), MASTER_ADDR=HOST)
+    os.environ.update(environment)
 
 
 def _wait_for_the_others(channel: Connection) -> None:
@@ -56,14 +84,22 @@ def _wait_for_the_others(channel: Connection) -> None:
         return
 
 
-def _load(path: str) -> ModuleType:
+def _load(path: str, qualname: str) -> object:
+    """Return a function of a file, which need not be importable by name."""
     folder, name = os.path.split(path)
     sys.path.insert(0, folder)
-    spec = importlib.util.spec_from_file_location(name.removesuffix(".py"), path)
+    found: object = _load_module(path, name.removesuffix(".py"))
+    for part in qualname.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _load_module(path: str, name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None, f"{path} isn't a Python file"
     assert spec.loader is not None, f"{path} isn't a Python file"
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
 

@@ -1,7 +1,8 @@
 """Run a function on several real local processes and bring results and tracebacks home.
 
 The ranks are forked from a server that has imported torch once. A rank that fails ends the run
-within seconds, with its traceback; ranks that hang are killed at the time-out; no process is left.
+within seconds, with its traceback; ranks that hang are killed at the time-out; no process is left:
+every rank leads a process group of its own, which is killed, also when the caller is gone.
 """
 
 from __future__ import annotations
@@ -10,20 +11,26 @@ import contextlib
 import inspect
 import multiprocessing
 import os
+import pickle
 import signal
 import time
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any
 
+from hp_comm.errors import CommError
 from hp_comm.testing.child import run_child
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from multiprocessing.context import ForkServerContext, ForkServerProcess
 
-GRACE_S = 3.0
+GRACE_S = 2.0
 """What the other ranks get to say why, once one has failed."""
+
+OWN_VARIABLES = ("OMP_NUM_THREADS", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
+                 "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME")  # fmt: skip
+"""Set for each rank, whatever the caller's environment says; `env` can change them."""
 
 
 class RankError(AssertionError):
@@ -42,8 +49,9 @@ class _Rank:
 
 @dataclass
 class _Run:
+    deadline: float
     ranks: list[_Rank] = field(default_factory=list)
-    deadline: float = 0.0
+    failed: list[_Rank] = field(default_factory=list)  # in the order in which they failed
 
     @property
     def waiting(self) -> list[_Rank]:
@@ -60,7 +68,7 @@ def run_ranks(
     """Call `function(rank, world_size, *args)` on real processes and return the results by rank.
 
     Each rank is a process of its own with torch.distributed initialised over gloo (where torch is
-    installed), one thread, and the environment variables that torchrun sets.
+    installed), one thread, the caller's environment and the variables that torchrun sets.
 
     Args:
         function: A function at the top level of a file; the ranks load that file by its path.
@@ -70,19 +78,30 @@ def run_ranks(
         env: More environment variables for the ranks.
 
     Raises:
+        CommError: `world_size` is below 1, or the function isn't at the top level of a file.
         RankError: A rank raised (the message is its traceback), died, or didn't end in time.
+
+    Example:
+        >>> import calendar  # any function of a file: here, leap years in [rank, world_size)
+        >>> run_ranks(calendar.leapdays, 2)
+        [1, 0]
     """
+    if world_size < 1 or "<locals>" in function.__qualname__ or "<lambda>" in function.__qualname__:
+        raise CommError(
+            f"run_ranks was asked for {world_size} ranks of {function.__qualname__!r}. Pass at "
+            f"least 1 rank and a function at the top level of a file."
+        )
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["hp_comm.testing.preload"])
-    run = _Run(deadline=time.monotonic() + timeout_s)
+    run = _Run(time.monotonic() + timeout_s)
     source = (inspect.getfile(function), function.__qualname__)
+    environment = {k: v for k, v in os.environ.items() if k not in OWN_VARIABLES} | dict(env or {})
     try:
         for number in range(world_size):
-            run.ranks.append(_start(context, number, world_size, source, (args, dict(env or {}))))
+            run.ranks.append(_start(context, number, world_size, source, (args, environment)))
         _collect(run)
     finally:
-        for rank in run.ranks:
-            _end(rank)
+        _end(run.ranks)
     _raise_first(run, timeout_s)
     return [rank.result for rank in run.ranks]
 
@@ -95,15 +114,14 @@ def _start(
     call: tuple[tuple[object, ...], dict[str, str]],
 ) -> _Rank:
     ours, theirs = context.Pipe()
-    process = context.Process(
-        target=run_child, args=(number, world_size, source, call, theirs), daemon=True
-    )
+    process = context.Process(target=run_child, args=(number, world_size, source, call, theirs))
     process.start()
     theirs.close()
     return _Rank(number, process, ours)
 
 
 def _collect(run: _Run) -> None:
+    """Hear every rank until all have answered, the time is up, or one failed and grace is over."""
     while run.waiting:
         left = run.deadline - time.monotonic()
         ready = wait([rank.channel for rank in run.waiting], timeout=max(0.0, left))
@@ -115,11 +133,9 @@ def _collect(run: _Run) -> None:
 
 def _receive(run: _Run, rank: _Rank) -> None:
     try:
-        kind, value = rank.channel.recv()
+        kind, value = pickle.loads(rank.channel.recv_bytes())
     except (EOFError, ConnectionResetError):
-        rank.process.join(GRACE_S)
-        code = rank.process.exitcode
-        kind, value = "failure", f"rank {rank.number} died with exit code {code}"
+        kind, value = "failure", f"rank {rank.number} {_how_it_ended(rank)}"
     if kind == "port":
         for other in run.ranks:
             with contextlib.suppress(OSError):
@@ -128,31 +144,43 @@ def _receive(run: _Run, rank: _Rank) -> None:
     rank.answered = True
     if kind == "failure":
         rank.failure = value
+        run.failed.append(rank)
         run.deadline = min(run.deadline, time.monotonic() + GRACE_S)
     else:
         rank.result = value
 
 
-def _end(rank: _Rank) -> None:
-    with contextlib.suppress(OSError):
-        rank.channel.send("end")
-    if rank.answered and not rank.failure:
+def _how_it_ended(rank: _Rank) -> str:
+    rank.process.join(GRACE_S)
+    code = rank.process.exitcode
+    if code is not None and code < 0:
+        return f"was ended by {signal.Signals(-code).name}"
+    return f"ended by itself with exit code {code}"
+
+
+def _end(ranks: list[_Rank]) -> None:
+    """Kill every rank with all it started; those that answered have nothing left to do."""
+    for rank in ranks:
+        pid = rank.process.pid
+        if pid is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
+            if rank.process.exitcode is None:
+                rank.process.kill()
+    for rank in ranks:
         rank.process.join(GRACE_S)
-    pid = rank.process.pid
-    if rank.process.exitcode is None and pid is not None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(pid, signal.SIGKILL)
-        rank.process.kill()
-        rank.process.join(GRACE_S)
-    rank.channel.close()
+        rank.channel.close()
 
 
 def _raise_first(run: _Run, timeout_s: float) -> None:
     silent = [rank.number for rank in run.waiting]
-    failed = [rank for rank in run.ranks if rank.failure]
-    if failed:
-        rest = f"\n(ranks {silent} then waited)" if silent else ""
-        others = "".join(f"\n--- rank {r.number} as well:\n{r.failure}" for r in failed[1:])
-        raise RankError(f"rank {failed[0].number} failed:\n{failed[0].failure}{rest}{others}")
+    if run.failed:
+        first, *others = run.failed
+        text = f"rank {first.number} failed:\n{first.failure}"
+        if silent:
+            text += f"\n(ranks {silent} hadn't ended by then)"
+        raise RankError(
+            text + "".join(f"\n--- rank {r.number} as well:\n{r.failure}" for r in others)
+        )
     if silent:
         raise RankError(f"ranks {silent} didn't end within {timeout_s} s")
