@@ -121,6 +121,8 @@ class ShardedParam:
         if self.full is None or self._array is not array:
             self.full = nn.Parameter(array.data, requires_grad=self.sharded.requires_grad)
             self._array = array
+        if self.full.requires_grad != self.sharded.requires_grad:  # frozen or not since then
+            self.full.requires_grad_(self.sharded.requires_grad)
         for owner in self.owners:
             owner.bind(self.full)
 
