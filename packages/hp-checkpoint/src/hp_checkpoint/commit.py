@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hp_checkpoint.check import DATA_NAME
-from hp_checkpoint.errors import ExistsError, LockedError, ManifestError, NotFoundError, RankError
+from hp_checkpoint.errors import ExistsError, ManifestError, NotFoundError, RankError
 from hp_checkpoint.folder import (
     MANIFEST,
     make_parents,
@@ -30,7 +30,7 @@ from hp_checkpoint.folder import (
     temporary_folders,
     write_durably,
 )
-from hp_checkpoint.lock import PathLock
+from hp_checkpoint.lock import LOCK_NAME, PathLock, beside, claim
 from hp_checkpoint.manifest import from_bytes, to_bytes
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class Commit:
         try:
             _check_vacant(target, overwrite=overwrite)
             self._old = _old_files(target)
-            _clean_beside(target)
+            _clean_beside(target, self._lock.file)
             self.is_inside = target.is_dir()
             if self.is_inside:
                 named, replaced = self._old
@@ -188,17 +188,20 @@ def _data_names(names: Mapping[str, object]) -> frozenset[str]:
     return frozenset(name for name in names if DATA_NAME.fullmatch(name))
 
 
-def _clean_beside(target: Path) -> None:
-    """Remove temporary folders of dead saves beside the target, also of other targets."""
-    for name, folder in temporary_folders(target.parent):
-        if name == target.name:
-            remove_temporary(folder)
-            continue
-        try:
-            lock = PathLock(target.parent / name, patience_s=0.0)
-        except (LockedError, OSError):  # its saver lives
-            continue
-        try:
-            remove_temporary(folder)
-        finally:
-            lock.release()
+def _clean_beside(target: Path, own: Path) -> None:
+    """Remove what dead saves left beside the target, also those to other targets.
+
+    Args:
+        target: The checkpoint's folder.
+        own: The lock file that is held.
+    """
+    parent = target.parent
+    folders = temporary_folders(parent)
+    locks = [beside(parent / name) for name, _ in folders]
+    locks += [parent / name for name in os.listdir(parent) if LOCK_NAME.fullmatch(name)]
+    for lock in dict.fromkeys(locks):
+        context = contextlib.nullcontext(True) if lock == own else claim(lock)
+        with contextlib.suppress(OSError), context as is_free:  # others may clean as well
+            for name, folder in folders if is_free else ():
+                if beside(parent / name) == lock:
+                    remove_temporary(folder)

@@ -7,9 +7,11 @@ owner that finds the file gone or exchanged after locking starts again, so no tw
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
+import re
 import socket
 import time
 import warnings
@@ -18,28 +20,41 @@ from typing import TYPE_CHECKING
 from hp_checkpoint.errors import LockedError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 PATIENCE_S = 1.0
 """How long a busy lock is asked for again: others hold it for moments to look for leftovers."""
 
 _PAUSE_S = 0.02
-_LOCK_BESIDE = ".hp-lock"
+_WORD = b"process "  # a lock file starts with it
+_LOCK = ".hp-lock"
+LOCK_NAME = re.compile(r"\..+\.hp-lock")
+"""What a lock beside a folder is called."""
 _UNSUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 _held: set[int] = set()
 
 
+def beside(target: Path) -> Path:
+    """Return where the lock is while there is no folder.
+
+    Example:
+        >>> from pathlib import Path
+        >>> beside(Path("/a/step-1")).name
+        '.step-1.hp-lock'
+    """
+    return target.parent / f".{target.name}{_LOCK}"
+
+
 def lock_file(target: Path) -> Path:
-    """Return where the lock of a checkpoint's folder is.
+    """Return where the lock of a checkpoint's folder is now.
 
     Example:
         >>> from pathlib import Path
         >>> lock_file(Path("/no-such-folder/step-1")).name
         '.step-1.hp-lock'
     """
-    if target.is_dir():
-        return target / _LOCK_BESIDE
-    return target.parent / f".{target.name}{_LOCK_BESIDE}"
+    return target / _LOCK if target.is_dir() else beside(target)
 
 
 class PathLock:
@@ -97,7 +112,7 @@ class PathLock:
             os.close(descriptor)
             return None
         os.ftruncate(descriptor, 0)
-        os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+        os.write(descriptor, _WORD + f"{os.getpid()} on {socket.gethostname()}\n".encode())
         return descriptor
 
     def _is_current(self, descriptor: int) -> bool:
@@ -129,6 +144,42 @@ class PathLock:
             return os.path.samestat(os.fstat(descriptor), os.lstat(self.file))
         except FileNotFoundError:
             return False
+
+
+@contextlib.contextmanager
+def claim(file: Path) -> Iterator[bool]:
+    """Hold a lock file that a dead owner left, and remove it at the end.
+
+    Args:
+        file: As from `lock_file`; need not exist.
+
+    Yields:
+        Whether its owner is gone. False: it lives, or the file isn't one of ours.
+    """
+    try:
+        descriptor = os.open(file, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        yield True
+        return
+    except OSError:
+        yield False
+        return
+    try:
+        is_free = _is_free(descriptor)
+        yield is_free
+        if is_free and os.path.samestat(os.fstat(descriptor), os.lstat(file)):
+            os.unlink(file)
+    finally:
+        os.close(descriptor)
+
+
+def _is_free(descriptor: int) -> bool:
+    """Lock the file; tell whether that went and the file is one of ours."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return os.pread(descriptor, len(_WORD), 0) in (_WORD, b"")
 
 
 def _owner(file: Path) -> str:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import hp_dtensor
 import pytest
 import torch
-from hp_comm.testing import run_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 import hp_checkpoint
+import hp_dtensor
 from hp_checkpoint import load_optimizer_state, optimizer_state
+from hp_comm.testing import run_ranks
 from hp_dtensor import Replicate, Shard
 from hp_mesh import init_device_mesh
 

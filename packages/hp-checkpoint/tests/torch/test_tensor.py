@@ -32,7 +32,9 @@ def random_tensor(dtype: str, *shape: int) -> torch.Tensor:
 
 
 def test_dtypes_are_all_of_torchs_but_quantised_ones() -> None:
-    known = {str(v).removeprefix("torch.") for v in vars(torch).values() if isinstance(v, torch.dtype)}
+    known = {
+        str(v).removeprefix("torch.") for v in vars(torch).values() if isinstance(v, torch.dtype)
+    }
 
     assert known - set(DTYPES) == {"qint8", "quint8", "qint32", "quint4x2", "quint2x4"}
     assert {name: getattr(torch, name).itemsize for name in DTYPES} == {
@@ -184,7 +186,7 @@ def test_random_states_come_back(tmp_path: Path) -> None:
     states = {
         "torch": torch.get_rng_state(),
         "python": random.getstate(),
-        "numpy": np.random.get_state(),  # noqa: NPY002  # what users have
+        "numpy": np.random.get_state(),  # what users have
     }
     hp_checkpoint.save(states, tmp_path)
     expected = torch.rand(3)
