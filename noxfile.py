@@ -85,8 +85,9 @@ def _third_party(*extras: str) -> list[str]:
 
 
 def _digest(installs: list[list[str]], files: list[Path]) -> str:
-    digest = hashlib.sha256(f"{sys.version} {sys.prefix} {ROOT} {installs}".encode())
-    for path in files:
+    groups = load_toml(ROOT / "pyproject.toml")["dependency-groups"]
+    digest = hashlib.sha256(f"{sys.version} {ROOT} {installs} {groups}".encode())
+    for path in [ROOT / CONSTRAINTS, *files]:
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
@@ -105,7 +106,7 @@ def _environment(
     folder = ROOT / ".nox" / f"env-{name}"
     python = str(folder / "bin" / "python")
     stamp = folder / "inputs.sha256"
-    digest = _digest(installs, [ROOT / "pyproject.toml", ROOT / CONSTRAINTS, *files])
+    digest = _digest(installs, files)
     if stamp.exists() and stamp.read_text() == digest:
         return python
     session.run(sys.executable, "-m", "virtualenv", "--clear", "-q", str(folder), external=True)
