@@ -16,7 +16,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hp_checkpoint.check import DATA_NAME
-from hp_checkpoint.errors import ExistsError, ManifestError, NotFoundError, RankError
+from hp_checkpoint.errors import (
+    CheckpointError,
+    ExistsError,
+    ManifestError,
+    NotFoundError,
+    RankError,
+)
 from hp_checkpoint.folder import (
     MANIFEST,
     make_parents,
@@ -63,6 +69,7 @@ class Commit:
         >>> target = Path(tempfile.mkdtemp()) / "step-1"
         >>> commit = Commit(target, "0123456789abcdef", 1, overwrite=False)
         >>> commit.finish(Manifest(1, 1 << 20, {}, ()))
+        ''
         >>> [file.name for file in target.iterdir()]
         ['manifest.json']
     """
@@ -70,7 +77,6 @@ class Commit:
     def __init__(self, target: Path, token: str, world_size: int, *, overwrite: bool) -> None:
         self._target = target
         self._token = token
-        self._committed = False
         _check_vacant(target, overwrite=overwrite)
         make_parents(target.parent)
         self._lock = PathLock(target)
@@ -84,7 +90,6 @@ class Commit:
                 remove_unnamed(target, named, replaced)
                 self.folder = target
                 write_durably(target / mark_name(token, world_size), b"")
-                self._mark = target / mark_name(token, world_size)
                 sync_folder(target)
             else:
                 self.folder = temporary_folder(target, token)
@@ -93,12 +98,15 @@ class Commit:
             self._lock.release()
             raise
 
-    def finish(self, manifest: Manifest) -> None:
-        """Make the save count. All data files must be durable and closed for writing.
+    def finish(self, manifest: Manifest) -> str:
+        """Make the save count. All data files must be durable.
+
+        Returns:
+            What is doubtful about it, if anything: once a save counts nothing is raised.
 
         Raises:
             RankError: A data file isn't here with the size that its writer stated.
-            OSError: The file system refuses; `abort` undoes the save unless it counts already.
+            OSError: The file system refuses.
         """
         self._check_files(manifest)
         if self.is_inside:
@@ -113,15 +121,29 @@ class Commit:
             write_durably(self.folder / MANIFEST, to_bytes(manifest))
             sync_folder(self.folder)
             os.rename(self.folder, self._target)
-        self._committed = True
-        sync_folder(self._target if self.is_inside else self._target.parent)
+        try:
+            sync_folder(self._target if self.is_inside else self._target.parent)
+        except OSError as error:
+            self._lock.release()
+            return (
+                f"{self._target} is complete, but the disk failed ({error}): it may be lost if "
+                f"the machine stops now. Save once more, to another disk."
+            )
         with contextlib.suppress(OSError):  # the next save tries again
             if self.is_inside:
-                os.unlink(self._mark)
-                remove_unnamed(
-                    self._target, frozenset(manifest.files), frozenset(manifest.replaces)
-                )
+                files, old = frozenset(manifest.files), frozenset(manifest.replaces)
+                remove_unnamed(self._target, files, old)
         self._lock.release()
+        return ""
+
+    def counts(self) -> bool:
+        """Tell whether the save counts, by what is on the disk: an interrupt comes at any time."""
+        try:
+            names = from_bytes(read_manifest(self._target)).files
+        except (CheckpointError, OSError):
+            return False
+        found = map(DATA_NAME.fullmatch, names)
+        return any(match is not None and match[1] == self._token for match in found)
 
     def abort(self) -> None:
         """Undo what `Commit` did, unless the save counts already; idempotent.
@@ -129,8 +151,8 @@ class Commit:
         Data files that ranks of this save still hold locked stay for the next save to remove.
         """
         with contextlib.suppress(OSError):
-            if self._committed:
-                pass
+            if self.counts():
+                pass  # the next save removes what it replaced
             elif self.is_inside:
                 named, replaced = self._old
                 remove_unnamed(self._target, named, replaced)

@@ -135,15 +135,10 @@ class PathLock:
             return
         descriptor, self._descriptor = self._descriptor, -1
         _held.discard(descriptor)
-        if self._is_file(descriptor):
-            os.unlink(self.file)
+        with contextlib.suppress(OSError):  # a read-only disk: the lock ends all the same
+            if os.path.samestat(os.fstat(descriptor), os.lstat(self.file)):
+                os.unlink(self.file)
         os.close(descriptor)
-
-    def _is_file(self, descriptor: int) -> bool:
-        try:
-            return os.path.samestat(os.fstat(descriptor), os.lstat(self.file))
-        except FileNotFoundError:
-            return False
 
 
 @contextlib.contextmanager

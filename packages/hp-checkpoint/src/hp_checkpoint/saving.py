@@ -30,7 +30,7 @@ from hp_checkpoint.assignment import (
     offer_to_json,
 )
 from hp_checkpoint.commit import Commit
-from hp_checkpoint.errors import FolderError, StateError
+from hp_checkpoint.errors import FolderError, RankError, StateError
 from hp_checkpoint.folder import data_name, mark_name, resolve, temporary_folder
 from hp_checkpoint.manifest import (
     BLOCK_BYTES,
@@ -105,18 +105,31 @@ class _Save:
         self._commit: Commit | None = None
         self._writer: DataFileWriter | None = None
         self._phase = Agreement(peers, "save")
+        self._is_committing = False
 
     def run(self, sources: dict[str, Source], arrays: Arrays, *, overwrite: bool) -> None:
         try:
-            self._steps(sources, arrays, overwrite=overwrite)
+            doubt = self._steps(sources, arrays, overwrite=overwrite)
         except BaseException as error:
             self._undo(together=self._phase.is_over and isinstance(error, Exception))
             raise
+        if doubt:
+            raise RankError(doubt)
 
     def _undo(self, *, together: bool) -> None:
-        """Remove what was begun; if all ranks are here, data files first and the folder last."""
+        """Remove what was begun; if all ranks are here, data files first and the folder last.
+
+        A rank that lost the others while group index 0 was committing can't know whether its file
+        counts by now: it stays, and if it doesn't count the next save removes it.
+        """
+        if self._commit is not None:
+            is_needed = self._commit.counts()
+        else:
+            is_needed = self._is_committing and not together
         with contextlib.suppress(OSError):
-            if self._writer is not None:
+            if self._writer is not None and is_needed:
+                self._writer.close()
+            elif self._writer is not None:
                 self._writer.discard()
         if together:
             self._peers.all_gather_bytes(b"")
@@ -127,7 +140,8 @@ class _Save:
         self._phase = Agreement(self._peers, action)
         return self._phase
 
-    def _steps(self, sources: dict[str, Source], arrays: Arrays, *, overwrite: bool) -> None:
+    def _steps(self, sources: dict[str, Source], arrays: Arrays, *, overwrite: bool) -> str:
+        """Save; return what is doubtful about a save that counts, if anything."""
         peers, world_size = self._peers, len(self._peers.ranks)
         with self._agree(f"begin to save to {str(self._target)!r}") as beginning:
             if peers.index == 0:
@@ -144,11 +158,14 @@ class _Save:
                 self._writer = DataFileWriter(folder / data_name(self._token, peers.index))
                 written = self._writer.write(layout, sources, arrays)
                 writing.message = _written_to_json(written)
-        with self._agree("commit"):
+        self._is_committing = True
+        with self._agree("commit") as committing:
             if self._commit is not None:
-                self._commit.finish(self._manifest(layouts, writing.messages))
+                manifest = self._manifest(layouts, writing.messages)
+                committing.message = self._commit.finish(manifest)
         if self._writer is not None:
             self._writer.close()
+        return str(committing.messages[0])
 
     def _meet(self, made: Path) -> None:
         deadline = time.monotonic() + _PATIENCE_S
