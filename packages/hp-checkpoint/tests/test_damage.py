@@ -7,8 +7,7 @@ import os
 import resource
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -22,6 +21,9 @@ from hp_checkpoint.ports import Alone
 from hp_checkpoint.reader import DataReader
 from hp_checkpoint.saving import save_state
 from hp_checkpoint.testing import NumpyArrays, plain, shard
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 STATE: dict[Any, Any] = {
     "a": plain(np.arange(30, dtype="f4").reshape(5, 6)),
@@ -98,7 +100,7 @@ def test_file_cut_anywhere_is_found(folder: Path, target: str) -> None:
     for length in range(len(good)):
         file.write_bytes(good[:length])
         state = zeros()
-        with pytest.raises(CheckpointError, match="bytes|starts|start|damaged"):
+        with pytest.raises(CheckpointError, match=r"bytes|start|damaged"):
             load(state, folder)
         assert_unchanged(state)
         assert verify(folder)
@@ -134,7 +136,7 @@ def make_pipe(file: Path, elsewhere: Path) -> None:
 
 @pytest.mark.parametrize("change", [make_missing, make_link, make_folder, make_pipe])
 @pytest.mark.parametrize("check", [True, False], ids=["verified", "unverified"])
-def test_file_that_is_no_file_is_an_error(folder: Path, change: Any, check: bool) -> None:  # noqa: ANN401
+def test_file_that_is_no_file_is_an_error(folder: Path, change: Any, check: bool) -> None:
     file = data_file(folder)
     change(file, folder.parent / "elsewhere")
     state = zeros()
@@ -147,7 +149,7 @@ def test_file_that_is_no_file_is_an_error(folder: Path, change: Any, check: bool
 
 
 @pytest.mark.parametrize("change", [make_link, make_folder, make_pipe])
-def test_manifest_that_is_no_file_is_an_error(folder: Path, change: Any) -> None:  # noqa: ANN401
+def test_manifest_that_is_no_file_is_an_error(folder: Path, change: Any) -> None:
     change(folder / "manifest.json", folder.parent / "elsewhere")
 
     with pytest.raises(ManifestError, match="can't be opened"):
@@ -205,7 +207,7 @@ def test_damage_in_bytes_that_a_load_does_not_read_passes_it(tmp_path: Path) -> 
     assert len(verify(tmp_path / "step")) == 1
 
 
-def rewritten(folder: Path, change: Any) -> None:  # noqa: ANN401
+def rewritten(folder: Path, change: Any) -> None:
     """Change the manifest and give it a right checksum: what an attacker would do."""
     body = json.loads((folder / "manifest.json").read_bytes())
     for key in ("format", "version", "xxh3_128"):
@@ -217,7 +219,7 @@ def rewritten(folder: Path, change: Any) -> None:  # noqa: ANN401
     (folder / "manifest.json").write_bytes(text.replace(b"0" * 32, digest, 1))
 
 
-def huge(body: Any) -> None:  # noqa: ANN401
+def huge(body: Any) -> None:
     """Declare a tensor of 2**60 bytes, consistently."""
     (name,) = body["files"]
     header = body["files"][name]["header_bytes"]
@@ -228,7 +230,7 @@ def huge(body: Any) -> None:  # noqa: ANN401
     body["leaves"] = [{"path": ["a"], "dtype": "uint8", "shape": [1 << 40], "pieces": [piece]}]
 
 
-def outside(body: Any) -> None:  # noqa: ANN401
+def outside(body: Any) -> None:
     (name,) = body["files"]
     body["files"]["../../secret"] = body["files"].pop(name)
     for leaf in body["leaves"]:
@@ -236,12 +238,12 @@ def outside(body: Any) -> None:  # noqa: ANN401
             piece["file"] = "../../secret"
 
 
-def aliased(body: Any) -> None:  # noqa: ANN401
+def aliased(body: Any) -> None:
     body["leaves"][1]["pieces"] = body["leaves"][0]["pieces"]
 
 
 @pytest.mark.parametrize("change", [huge, outside, aliased])
-def test_hostile_manifest_is_an_error_before_memory_is_taken(folder: Path, change: Any) -> None:  # noqa: ANN401
+def test_hostile_manifest_is_an_error_before_memory_is_taken(folder: Path, change: Any) -> None:
     rewritten(folder, change)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     state = zeros()
@@ -274,7 +276,7 @@ def test_load_of_a_shard_reads_its_blocks_and_at_most_two_more(
     save({"w": plain(full)}, tmp_path / "step")
     state = {"w": shard(np.zeros_like(full), num_shards, index, dim=dim)}
     readers: list[DataReader] = []
-    monkeypatch.setattr(DataReader, "close", lambda self: readers.append(self))
+    monkeypatch.setattr(DataReader, "close", readers.append)
 
     load_state(
         state, tmp_path / "step", peers=Alone(), arrays=NumpyArrays(), strict=True, verify=True

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from hp_comm.testing import run_threads
 
 from hp_checkpoint import commit, verify
 from hp_checkpoint.errors import RankError
@@ -16,12 +14,16 @@ from hp_checkpoint.loading import load_all
 from hp_checkpoint.ports import Alone, Peers
 from hp_checkpoint.saving import save_state
 from hp_checkpoint.testing import NumpyArrays, shard
+from hp_comm.testing import run_threads
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 FULL = np.arange(10.0)
 NUM_PHASES = 5  # offer, begin, meet, write, commit
 
 
-def save(version: int, path: Path, peers: Any = None) -> None:  # noqa: ANN401
+def save(version: int, path: Path, peers: Any = None) -> None:
     peers = peers or Alone()
     array = shard(FULL * version, len(peers.ranks), peers.index)
     state: dict[object, object] = {"w": array, "version": version}
@@ -170,7 +172,7 @@ def test_folder_that_may_not_be_written_is_one_error_on_all_ranks(
         raise PermissionError(13, "Permission denied")
 
     def work(comm: Peers) -> None:
-        with pytest.raises(RankError, match="rank 0: PermissionError: .*Permission denied"):
+        with pytest.raises(RankError, match=r"rank 0: PermissionError: .*Permission denied"):
             save(2, tmp_path / "step", comm)
 
     with monkeypatch.context() as patch:

@@ -8,12 +8,15 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from hp_checkpoint.errors import LockedError
 from hp_checkpoint.lock import PathLock
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 HOLD = """
 import sys, time

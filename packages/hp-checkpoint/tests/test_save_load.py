@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -28,6 +27,9 @@ from hp_checkpoint.saving import save_state
 from hp_checkpoint.testing import BoxArray, NumpyArrays, plain, replica, shard
 from hp_checkpoint.tree import OpenDict
 from hp_comm.testing import run_threads
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 RNG = np.random.default_rng(0)
 FULL = {
@@ -235,7 +237,7 @@ def test_save_to_a_file_is_refused(tmp_path: Path) -> None:
 def test_save_of_something_unknown_writes_nothing(tmp_path: Path) -> None:
     def work(comm: Any) -> None:
         bad: object = object() if comm.index == 1 else 3
-        with pytest.raises(StateError, match="rank 1: a/b: a value of type builtins.object"):
+        with pytest.raises(StateError, match=r"rank 1: a/b: a value of type builtins\.object"):
             save({"a": {"b": bad}}, tmp_path / "step", comm)
 
     run_threads(work, 2)
@@ -263,7 +265,7 @@ def test_save_to_different_folders_is_refused_before_data(tmp_path: Path, exists
         (folder if exists else folder.parent).mkdir(parents=True)
 
     def work(comm: Any) -> None:
-        with pytest.raises(FolderError, match="rank 1: .*this rank doesn't see the folder"):
+        with pytest.raises(FolderError, match=r"rank 1: .*this rank doesn't see the folder"):
             save({"w": shard(FULL["long"], 2, comm.index)}, folders[comm.index], comm)
 
     run_threads(work, 2)
@@ -287,7 +289,7 @@ def test_save_that_fails_on_one_rank_raises_on_all_and_cleans_up(
     def work(comm: Any) -> None:
         arrays = Full() if comm.index == 1 else NumpyArrays()
         state: dict[object, object] = {"w": shard(FULL["long"], 2, comm.index)}
-        with pytest.raises(RankError, match="rank 1: OSError: .*No space left"):
+        with pytest.raises(RankError, match=r"rank 1: OSError: .*No space left"):
             save_state(state, path, peers=comm, arrays=arrays, overwrite=True)
 
     run_threads(work, 2)
@@ -326,7 +328,7 @@ def test_load_misfit_on_one_rank_raises_on_all(tmp_path: Path) -> None:
 
     def work(comm: Any) -> float:
         target = plain(np.zeros(3 + comm.index))
-        with pytest.raises(MatchError, match="rank 1: .*\n  a: wanted"):
+        with pytest.raises(MatchError, match=r"rank 1: .*\n  a: wanted"):
             load({"a": target}, path, comm)
         return float(target.values.sum())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import json
 import math
 import random
 from collections import OrderedDict, defaultdict, namedtuple
@@ -26,8 +27,6 @@ class Level(enum.IntEnum):
 
 
 def round_trip(value: object) -> object:
-    import json
-
     text = json_text(encode(value, name="v", arrays=NoArrays()))
     return decode(json.loads(text), name="v", arrays=NoArrays())
 
@@ -188,7 +187,7 @@ HOSTILE = [
 
 @pytest.mark.parametrize("content", HOSTILE, ids=repr)
 def test_decode_of_hostile_content_is_a_named_error(content: object) -> None:
-    with pytest.raises(ManifestError, match="^v: "):
+    with pytest.raises(ManifestError, match=r"^v: "):
         decode(content, name="v", arrays=NoArrays())  # type: ignore[arg-type]  # hostile
 
 

@@ -5,20 +5,22 @@ from __future__ import annotations
 import os
 import random
 import time
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import hp_dtensor
 import pytest
 import torch
-from hp_comm.testing import RankError, run_ranks
 from torch import nn
 
 import hp_checkpoint
+import hp_dtensor
 from hp_checkpoint import load_optimizer_state, optimizer_state
 from hp_checkpoint.testing import KillSwitch
+from hp_comm.testing import RankError, run_ranks
 from hp_dtensor import Shard
 from hp_mesh import init_device_mesh
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 NUM_MOMENTS = {0: 18, 1: 3}  # how many changes of the file system each rank's save makes
 CASES = [
@@ -70,9 +72,8 @@ def save(rank: int, world_size: int, path: str, version: int) -> None:
     hp_checkpoint.save(trained(world_size, version), path)
 
 
-def save_and_die(
-    rank: int, world_size: int, path: str, dying: int, moment: int, victims: str
-) -> None:
+def save_and_die(rank: int, world_size: int, path: str, case: tuple[int, int, str]) -> None:
+    dying, moment, victims = case
     pids = [os.getpid()] * world_size
     torch.distributed.all_gather_object(pids, os.getpid())
     state = trained(world_size, 2)
@@ -131,7 +132,7 @@ def test_killed_save_leaves_a_whole_checkpoint_that_training_resumes_from(
     run_ranks(save, 2, path, 1)
 
     with pytest.raises(RankError, match="was ended by SIGKILL"):
-        run_ranks(save_and_die, 2, path, dying, moment, victims, env={"HP_TIMEOUT_S": "2"})
+        run_ranks(save_and_die, 2, path, (dying, moment, victims), env={"HP_TIMEOUT_S": "2"})
 
     version, same = newest(path)
     assert version in {1, 2}

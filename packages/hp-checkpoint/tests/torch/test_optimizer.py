@@ -87,7 +87,8 @@ def test_reading_changes_nothing(tmp_path: Path) -> None:
 
 def test_state_is_keyed_by_name_in_the_groups_order() -> None:
     model = net()
-    optimizer = torch.optim.SGD([{"params": model[2].parameters(), "lr": 1.0}, {"params": model[0].parameters()}], lr=2.0)  # fmt: skip
+    groups = [{"params": model[2].parameters(), "lr": 1.0}, {"params": model[0].parameters()}]
+    optimizer = torch.optim.SGD(groups, lr=2.0)
 
     state: Any = optimizer_state(model, optimizer)
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -17,6 +16,9 @@ from hp_comm.testing import run_ranks
 from hp_dtensor import Replicate, Shard
 from hp_mesh import init_device_mesh
 
+if TYPE_CHECKING:
+    from pathlib import Path
+
 SHAPES = {"long": (7, 5), "wide": (3, 11), "thin": (2, 3), "tall": (1000, 300)}
 
 
@@ -25,7 +27,7 @@ def full_of(name: str) -> torch.Tensor:
     return torch.randn(SHAPES[name], generator=generator)
 
 
-def sharded(full: torch.Tensor, world_size: int, *placements: object) -> Any:  # noqa: ANN401
+def sharded(full: torch.Tensor, world_size: int, *placements: object) -> Any:
     mesh = init_device_mesh("cpu", (world_size,))
     return hp_dtensor.distribute_tensor(full, mesh, placements)
 
