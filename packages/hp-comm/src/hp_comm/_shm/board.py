@@ -6,6 +6,7 @@ lines            64 bytes per rank: its counters
 texts            per rank two texts: its call in the last even and in the last odd round
 activities       per rank a text: what it waits for
 lost             one byte per rank, set by group index 0 when that rank's connection closed
+stuck            one byte per rank, set by a rank that found all waiting for each other
 staging          page-aligned; STAGE_BYTES per rank for even rounds, then for odd ones
 """
 
@@ -62,6 +63,7 @@ class Board:
         self._texts = _NONCE_BYTES + num_ranks * LINE_BYTES
         self._activities = self._texts + 2 * num_ranks * _TEXT_BYTES
         self._lost = self._activities + num_ranks * _TEXT_BYTES
+        self._stuck = self._lost + num_ranks
         self.counters = Counters(mapping, _NONCE_BYTES, num_ranks, index)
         self.staging = mapping.buffer[_staging_offset(num_ranks) :]
 
@@ -112,6 +114,14 @@ class Board:
         """Tell whether somebody marked a rank as lost."""
         return self._buffer[self._lost + rank] != 0
 
+    def mark_stuck(self) -> None:
+        """Tell the others that all ranks wait for each other."""
+        self._buffer[self._stuck + self._index] = 1
+
+    def is_stuck(self) -> bool:
+        """Tell whether any rank found that all wait for each other."""
+        return any(self._buffer[self._stuck : self._stuck + self._num_ranks])
+
     def _text_place(self, round_number: int, rank: int) -> int:
         return self._texts + (2 * rank + (round_number & 1)) * _TEXT_BYTES
 
@@ -132,4 +142,4 @@ def mismatch(seat: Seat, texts: list[str]) -> MismatchError:
 
 def _staging_offset(num_ranks: int) -> int:
     per_rank = LINE_BYTES + 3 * _TEXT_BYTES
-    return round_to_pages(align(_NONCE_BYTES + num_ranks * per_rank + num_ranks))
+    return round_to_pages(align(_NONCE_BYTES + num_ranks * per_rank + 2 * num_ranks))

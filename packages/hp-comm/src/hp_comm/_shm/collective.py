@@ -63,7 +63,7 @@ class Collectives:
 
     def all_gather(self, call: Call, output: Array, source: Array) -> Steps:
         """Concatenate every rank's `source` in `output`."""
-        dtype, count = self._ops.dtype_of(source), math.prod(source.shape)
+        dtype, count = call.dtype, call.count
         whole, own = self._flat(output), self._flat(source)
         for start, length, is_last in _spans(count, STAGE_BYTES // itemsize(dtype)):
             number = self._rounds.begin(call)
@@ -77,7 +77,7 @@ class Collectives:
 
     def reduce_scatter(self, call: Call, output: Array, source: Array, op: ReduceOp) -> Steps:
         """Fold every rank's part for this rank into `output`."""
-        dtype, count = self._ops.dtype_of(source), math.prod(output.shape)
+        dtype, count = call.dtype, call.count // self._num_ranks
         target, whole = self._flat(output), self._flat(source)
         most = STAGE_BYTES // (itemsize(dtype) * self._num_ranks)
         for start, length, is_last in _spans(count, most):
@@ -99,7 +99,7 @@ class Collectives:
 
     def all_reduce(self, call: Call, array: Array, op: ReduceOp) -> Steps:
         """Fold every rank's array, in place."""
-        dtype, count = self._ops.dtype_of(array), math.prod(array.shape)
+        dtype, count = call.dtype, call.count
         flat = self._flat(array)
         is_short = count * itemsize(dtype) <= _SHORT_BYTES
         for start, length, is_last in _spans(count, STAGE_BYTES // itemsize(dtype)):
@@ -111,7 +111,7 @@ class Collectives:
 
     def broadcast(self, call: Call, array: Array, source: int) -> Steps:
         """Overwrite the array by the source's."""
-        dtype, count = self._ops.dtype_of(array), math.prod(array.shape)
+        dtype, count = call.dtype, call.count
         flat = self._flat(array)
         for start, length, is_last in _spans(count, STAGE_BYTES // itemsize(dtype)):
             number = self._rounds.begin(call)

@@ -23,9 +23,10 @@ from hp_comm._shm.rounds import Call, Rounds
 from hp_comm._shm.unit import ShmUnit, UnitContext, unit_segment_bytes
 from hp_comm._shm.watch import Watch
 from hp_comm.errors import CommError, TransportError
+from hp_comm.plan import itemsize
 from hp_comm.trace import note_collective
 from hp_comm.verify import check_all_gather, check_array, check_reduce_scatter, check_source
-from hp_comm.wire import all_reduce_bytes, nbytes
+from hp_comm.wire import all_reduce_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -141,7 +142,7 @@ class ShmCommunicator:
         """Concatenate every rank's `source` in `output`, by group index."""
         check_all_gather(self.ops, output, source, len(self.ranks))
         call = self._call("all_gather", source)
-        self._note("all_gather", nbytes(self.ops, source) * (len(self.ranks) - 1))
+        self._note("all_gather", _num_bytes(call) * (len(self.ranks) - 1))
         return self._run(self._make.all_gather(call, output, source), async_op)
 
     def reduce_scatter_into(
@@ -150,7 +151,8 @@ class ShmCommunicator:
         """Reduce every rank's `source` elementwise and keep this rank's part in `output`."""
         check_reduce_scatter(self.ops, output, source, op, len(self.ranks))
         call = self._call("reduce_scatter", source, op)
-        self._note("reduce_scatter", nbytes(self.ops, output) * (len(self.ranks) - 1))
+        num_bytes = _num_bytes(call) // len(self.ranks) * (len(self.ranks) - 1)
+        self._note("reduce_scatter", num_bytes)
         return self._run(self._make.reduce_scatter(call, output, source, op), async_op)
 
     def all_reduce(
@@ -159,7 +161,7 @@ class ShmCommunicator:
         """Reduce every rank's `array` elementwise, in place, on every rank."""
         check_array(self.ops, array, op)
         call = self._call("all_reduce", array, op)
-        self._note("all_reduce", all_reduce_bytes(nbytes(self.ops, array), len(self.ranks)))
+        self._note("all_reduce", all_reduce_bytes(_num_bytes(call), len(self.ranks)))
         return self._run(self._make.all_reduce(call, array, op), async_op)
 
     def broadcast(self, array: Array, *, source: int = 0, async_op: bool = False) -> Work | None:
@@ -167,7 +169,7 @@ class ShmCommunicator:
         check_array(self.ops, array, "max")
         check_source(source, len(self.ranks))
         call = self._call("broadcast", array, f"from {source}")
-        self._note("broadcast", 0 if source == self.index else nbytes(self.ops, array))
+        self._note("broadcast", 0 if source == self.index else _num_bytes(call))
         return self._run(self._make.broadcast(call, array, source), async_op)
 
     def barrier(self, *, timeout_s: float | None = None) -> None:
@@ -269,7 +271,7 @@ class ShmCommunicator:
                 self._texts.clear()
             text = encode_text(f"{key[0].strip()} {count} {dtype}" if dtype else key[0])
             self._texts[key] = text
-        return Call(operation, self._num_calls, text)
+        return Call(operation, self._num_calls, text, dtype, count)
 
     def _run(self, steps: Steps, async_op: bool) -> Work | None:
         work = self._queue.start(steps)
@@ -286,3 +288,7 @@ class ShmCommunicator:
             wire_bytes=wire_bytes,
             sequence=self._num_calls,
         )
+
+
+def _num_bytes(call: Call) -> int:
+    return call.count * itemsize(call.dtype)

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from hp_comm.ports import ArrayOps, Communicator, Rendezvous
 
 _NONCE_BYTES = 32
+_SLICE_S = 0.5
 Note = dict[str, Any]
 
 
@@ -97,23 +98,24 @@ class _Forming:
             raise self._refusal()
         self._put("offer", {"address": self.door.address, "token": self.door.token.hex()})
         for peer in self.peers:
-            self._hear(peer, "report")
+            self._hear(peer, "report", Handover(0, {}))
         handover = self._hand_over()
         if not self._has_failed():
             for peer in self.peers:
-                vote = self._hear(peer, "vote")
+                vote = self._hear(peer, "vote", handover)
                 if vote is not None and vote.get("nonce") != nonce.hex():
                     self.problems[peer] = "it sees other memory than this rank"
         self._put("verdict", {"problems": self.problems, "missing": self.missing})
         self.door.close()
         if self._has_failed():
+            handover.close()  # after the verdict: whoever sees this finds it
             raise self._refusal()
         self._close_segment()
         return handover, mapping
 
     def follow(self) -> tuple[Handover, Mapping]:
         """Play the part of any other index."""
-        offer = self._get("offer", self.seat.timeout_s)
+        offer = self._get("offer", self.seat.timeout_s, Handover(self.seat.index, {}))
         if "problem" in offer:
             self.problems[0] = offer["problem"]
             raise self._refusal()
@@ -125,7 +127,7 @@ class _Forming:
             mapping, vote = self._look_inside(handover)
             self._tell("vote", vote)
         # Index 0 may still wait for others as long as it may; then it tells.
-        verdict = self._get("verdict", 2 * self.seat.timeout_s)
+        verdict = self._get("verdict", 2 * self.seat.timeout_s, handover)
         self.problems = {int(peer): text for peer, text in dict(verdict["problems"]).items()}
         self.missing = list(verdict["missing"])
         if mapping is None or self._has_failed():
@@ -170,8 +172,6 @@ class _Forming:
                 handover.give(self.segment, self.segment.num_bytes, self._left_s())
             except OSError as error:
                 self.problems[0] = f"the segment could not be handed over: {error}"
-        if self._has_failed():
-            handover.close()  # those who wait for the segment find out
         return handover
 
     def _reach(self, offer: Note) -> str:
@@ -197,12 +197,12 @@ class _Forming:
             return None, {"problem": f"could not get the segment: {error}"}
         return mapping, {"nonce": Board(mapping, num_ranks, self.seat.index).nonce().hex()}
 
-    def _hear(self, peer: int, what: str) -> Note | None:
+    def _hear(self, peer: int, what: str, handover: Handover) -> Note | None:
         """Return what a peer told, or None where it told of a problem or nothing."""
         if peer in self.missing:
             return None
         try:
-            note = self._read(f"{what}/{peer}", self._left_s())
+            note = self._read(f"{what}/{peer}", self._left_s(), (peer, handover))
         except TimeoutError:
             self.missing.append(peer)
             return None
@@ -235,17 +235,29 @@ class _Forming:
     def _tell(self, what: str, note: Note) -> None:
         self._put(f"{what}/{self.seat.index}", note)
 
-    def _read(self, what: str, timeout_s: float) -> Note:
-        note: Note = json.loads(self.rendezvous.wait_for(f"{self.key}/{what}", timeout_s))
-        return note
+    def _read(self, what: str, timeout_s: float, teller: tuple[int, Handover]) -> Note:
+        """Return what a rank told; give up early where its connection is closed."""
+        deadline, (index, handover) = time.monotonic() + timeout_s, teller
+        while True:
+            is_gone, start = index in handover.lost(), time.monotonic()
+            slice_s = min(_SLICE_S, max(0.05, deadline - start))
+            try:
+                raw = self.rendezvous.wait_for(f"{self.key}/{what}", slice_s)
+            except TimeoutError:
+                end = time.monotonic()
+                if is_gone or end >= deadline or end - start < slice_s / 2:  # the store is gone
+                    raise
+            else:
+                note: Note = json.loads(raw)
+                return note
 
-    def _get(self, what: str, timeout_s: float) -> Note:
+    def _get(self, what: str, timeout_s: float, handover: Handover) -> Note:
         """Return what index 0 told all.
 
         Raises:
             CommTimeoutError: It told nothing.
         """
         try:
-            return self._read(what, timeout_s)
+            return self._read(what, timeout_s, (0, handover))
         except TimeoutError as error:
             raise self.seat.timed_out("making the group", 1, (0,), timeout_s) from error

@@ -36,6 +36,12 @@ class Call:
     text: bytes
     """What must be equal on all ranks: operation, data type, length."""
 
+    dtype: str = ""
+    """Data type of the array; empty where there is none."""
+
+    count: int = 0
+    """Elements of the array that the text names."""
+
 
 class Rounds:
     """The rounds of one group.

@@ -152,15 +152,21 @@ class _Look:
             raise self._seat.timed_out(*self._call, tuple(gone), waited_s)
 
     def _look_for_deadlock(self) -> None:
+        texts = self._find_deadlock()
+        if texts and len(set(texts)) > 1:
+            self._board.mark_stuck()
+            raise mismatch(self._seat, texts)
+
+    def _find_deadlock(self) -> list[str]:
+        """Return what each rank waits for, if it is certain that nobody comes; else nothing."""
         counters, everybody = self._board.counters, range(self._seat.num_ranks)
+        texts = [self._board.read_activity(rank) for rank in everybody]
+        if self._board.is_stuck():  # somebody was faster, and is parked no more
+            return texts
         parked = [counters.read(rank, PARKED) for rank in everybody]
         beats = [counters.read(rank, BEAT) for rank in everybody]
         if not all(parked) or parked != self._parked:
             self._parked, self._beats = parked, beats
-            return
+            return []
         grown = [(now - old) & MASK for now, old in zip(beats, self._beats, strict=True)]
-        if min(grown) < _ENOUGH_BEATS:
-            return
-        texts = [self._board.read_activity(rank) for rank in everybody]
-        if len(set(texts)) > 1:
-            raise mismatch(self._seat, texts)
+        return texts if min(grown) >= _ENOUGH_BEATS else []
