@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,9 +18,6 @@ from hp_checkpoint.ports import Alone, Peers
 from hp_checkpoint.saving import save_state
 from hp_checkpoint.testing import NumpyArrays, shard
 from hp_comm.testing import run_threads
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 FULL = np.arange(10.0)
 NUM_PHASES = 5  # offer, begin, meet, write, commit
@@ -163,6 +163,38 @@ def test_disk_that_fails_before_it_counts_keeps_the_old_checkpoint(
 
     assert loaded_version(path) == 1
     assert len(os.listdir(path)) == 2
+
+
+JOB = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from hp_checkpoint import LockedError
+from test_failing import save
+refused = 0
+for version in range(int(sys.argv[3]), int(sys.argv[3]) + 25):
+    try:
+        save(version, Path(sys.argv[2]))
+    except LockedError:
+        refused += 1
+print(refused)
+"""
+
+
+def test_two_jobs_that_save_to_one_path_never_mix(tmp_path: Path) -> None:
+    path = tmp_path / "step"
+    command = [sys.executable, "-c", JOB, str(Path(__file__).parent), str(path)]
+
+    jobs = [
+        subprocess.Popen([*command, first], stdout=subprocess.PIPE, text=True)
+        for first in ("100", "200")
+    ]
+    found = [job.communicate()[0] for job in jobs]
+
+    assert [job.returncode for job in jobs] == [0, 0]
+    assert all(int(refused) < 25 for refused in found)
+    assert loaded_version(path) in {*range(100, 125), *range(200, 225)}
+    assert os.listdir(tmp_path) == ["step"]
 
 
 def test_folder_that_may_not_be_written_is_one_error_on_all_ranks(

@@ -65,6 +65,7 @@ class DataReader:
         self._folder = folder
         self._manifest = manifest
         self._open: OrderedDict[str, int] = OrderedDict()
+        self._scratch = memoryview(b"")
         self.num_bytes_read = 0
 
     def __enter__(self) -> DataReader:
@@ -109,12 +110,13 @@ class DataReader:
         """
         found: list[Damage] = []
         block_bytes = self._manifest.block_bytes
-        scratch = memoryview(bytearray(min(piece.end - piece.begin, READ_BYTES)))
+        if not self._scratch:
+            self._scratch = memoryview(bytearray(max(READ_BYTES, block_bytes)))
         per_read = max(1, READ_BYTES // block_bytes)
         for block, last in _portions(blocks_of(ranges, block_bytes), per_read):
             begin = piece.begin + block * block_bytes
             end = min(piece.begin + last * block_bytes, piece.end)
-            portion = scratch[: end - begin]
+            portion = self._scratch[: end - begin]
             self.read_into(piece.file, begin, portion)
             for index in range(block, last):
                 data = portion[(index - block) * block_bytes :][:block_bytes]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import nn
 
+import hp_dtensor
 from hp_checkpoint.errors import MatchError, StateError
 from hp_checkpoint.tree import OpenDict
 
@@ -100,11 +101,17 @@ def load_optimizer_state(
 def _placed(
     own: Mapping[str, object], parameter: torch.Tensor, group: Mapping[str, object]
 ) -> dict[str, object]:
-    """Return a parameter's state with `step` where fused and capturable optimizers want it."""
+    """Return a parameter's state with `step` where torch wants it.
+
+    That is on the parameter's device for fused and capturable optimizers, else on the host, and
+    never distributed (a parameter without dims has states of the shape of `step`).
+    """
     placed = dict(own)
     step = placed.get("step")
-    if isinstance(step, torch.Tensor) and (group.get("fused") or group.get("capturable")):
-        placed["step"] = step.to(parameter.device)
+    if isinstance(step, torch.Tensor):
+        whole = hp_dtensor.local_of(step) if hp_dtensor.is_dtensor(step) else step
+        on_device = group.get("fused") or group.get("capturable")
+        placed["step"] = whole.to(parameter.device if on_device else "cpu")
     return placed
 
 

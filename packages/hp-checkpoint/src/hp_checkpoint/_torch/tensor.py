@@ -99,7 +99,9 @@ class TorchArrays:
     def touch(self, tensor: object) -> None:
         """Raise the version counter: what autograd saved of the old values is stale."""
         assert isinstance(tensor, torch.Tensor)
-        torch.autograd.graph.increment_version(tensor)
+        for one in (tensor, _local(tensor)):
+            if not one.is_inference():  # inference tensors have no counter
+                torch.autograd.graph.increment_version(one)
 
     def new(self, dtype: str, shape: tuple[int, ...], like: object | None) -> torch.Tensor:
         """Return zeros: laid out like `like` if of its shape, else whole on the host."""
