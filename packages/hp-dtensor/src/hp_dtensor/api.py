@@ -20,6 +20,17 @@ def _adapter(value: object) -> ModuleType:
     return load_adapter("hp_dtensor", framework_of(value) or current_framework())
 
 
+def _adapter_of_dtensor(value: object) -> ModuleType:
+    framework = framework_of(value)
+    adapter = load_adapter("hp_dtensor", framework) if framework is not None else None
+    if adapter is None or not adapter.is_dtensor(value):
+        raise LayoutError(
+            f"a DTensor was expected and a {type(value).__name__} was found. Make one with "
+            f"distribute_tensor or dtensor_from_local."
+        )
+    return adapter
+
+
 def is_dtensor(value: object) -> bool:
     """Tell whether the object is the framework's distributed tensor.
 
@@ -49,7 +60,9 @@ def dtensor_from_local(
         stride: Of the whole tensor, in elements; None: contiguous.
 
     Raises:
-        LayoutError: The piece hasn't the shape that the layout gives this rank.
+        LayoutError: The piece hasn't the shape that the layout gives this rank, or placements or
+            strides don't fit.
+        PlacementError: A placement of torch has no counterpart here.
     """
     return _adapter(local).dtensor_from_local(local, mesh, placements, shape=shape, stride=stride)
 
@@ -64,7 +77,11 @@ def distribute_tensor(
     Args:
         full: The whole tensor, the same on every rank.
         mesh: Our mesh or the framework's.
-        placements: One per mesh axis.
+        placements: One per mesh axis, ours or the framework's.
+
+    Raises:
+        LayoutError: The placements don't fit the mesh or the tensor.
+        PlacementError: A placement of torch has no counterpart here.
     """
     return _adapter(full).distribute_tensor(full, mesh, placements)
 
@@ -76,24 +93,35 @@ def layout_of(dtensor: object) -> Layout:
         LayoutError: It isn't a DTensor.
         PlacementError: It has a placement without counterpart here.
     """
-    if not is_dtensor(dtensor):
-        raise LayoutError(f"a DTensor was expected and a {type(dtensor).__name__} was found.")
-    layout: Layout = _adapter(dtensor).layout_of(dtensor)
+    layout: Layout = _adapter_of_dtensor(dtensor).layout_of(dtensor)
     return layout
 
 
 def local_of(dtensor: Any) -> Any:  # noqa: ANN401  # the framework's tensors
-    """Return this rank's piece of a DTensor: the very memory, outside autograd."""
-    return _adapter(dtensor).local_of(dtensor)
+    """Return this rank's piece of a DTensor: the very memory, outside autograd.
+
+    Raises:
+        LayoutError: It isn't a DTensor.
+    """
+    return _adapter_of_dtensor(dtensor).local_of(dtensor)
 
 
 def box_of(dtensor: Any) -> Box:  # noqa: ANN401  # the framework's DTensor
-    """Return which part of the whole tensor this rank's piece is."""
+    """Return which part of the whole tensor this rank's piece is.
+
+    Raises:
+        LayoutError: It isn't a DTensor.
+        PlacementError: It has a placement without counterpart here.
+    """
     return layout_of(dtensor).local_box(tuple(dtensor.shape))
 
 
 def to_torch_placement(placement: Placement) -> object:
-    """Return torch's placement for ours."""
+    """Return torch's placement for ours.
+
+    Raises:
+        LayoutError: It isn't one of ours.
+    """
     return load_adapter("hp_dtensor", "torch").to_torch_placement(placement)
 
 

@@ -30,7 +30,8 @@ class Layout:
         placements: One per mesh axis.
 
     Raises:
-        LayoutError: There isn't exactly one known placement per axis.
+        LayoutError: There isn't exactly one known placement per axis, or the mesh isn't one of
+            hp_mesh.
 
     Example:
         >>> layout = Layout(AbstractMesh((2,), ("dp",)), (Shard(0),))
@@ -42,6 +43,15 @@ class Layout:
     placements: tuple[Placement, ...]
 
     def __post_init__(self) -> None:
+        if not isinstance(self.mesh, (AbstractMesh, DeviceMesh)):
+            raise LayoutError(
+                f"a layout needs a mesh of hp_mesh; found a {type(self.mesh).__name__}. Pass "
+                f"hp_mesh.as_device_mesh(mesh)."
+            )
+        if not isinstance(self.placements, (tuple, list)):
+            raise LayoutError(
+                f"a layout got the placements {self.placements!r}. Pass a tuple, one per mesh axis."
+            )
         object.__setattr__(self, "placements", tuple(self.placements))
         if len(self.placements) != self.mesh.ndim:
             raise LayoutError(
@@ -73,12 +83,14 @@ class Layout:
             coordinate: Position on each mesh axis.
 
         Raises:
-            LayoutError: A dim is outside the tensor, or the coordinate has a wrong length.
+            LayoutError: A dim is outside the tensor, or the coordinate outside the mesh.
         """
-        if len(coordinate) != self.mesh.ndim:
+        if len(coordinate) != self.mesh.ndim or not all(
+            0 <= index < size for index, size in zip(coordinate, self.mesh.shape, strict=True)
+        ):
             raise LayoutError(
-                f"coordinate {tuple(coordinate)} was given for a mesh of {self.mesh.ndim} axes. "
-                f"Pass one number per axis."
+                f"coordinate {tuple(coordinate)} was given for a mesh of shape {self.mesh.shape}. "
+                f"Pass one number per axis, from 0 to below its size."
             )
         offsets, sizes = [0] * len(shape), list(shape)
         steps = zip(self.normalized(shape), self.mesh.shape, coordinate, strict=True)

@@ -2,6 +2,7 @@
 
 from hp_mesh._framework import use_framework
 from hp_mesh._version import __version__
+from hp_mesh.abstract import AbstractMesh
 from hp_mesh.box import Box, shard_bounds
 from hp_mesh.errors import (
     FrameworkError,
@@ -12,7 +13,7 @@ from hp_mesh.errors import (
     MeshTypeError,
 )
 from hp_mesh.layout import MeshLayout
-from hp_mesh.mesh import AbstractMesh, DeviceMesh, as_device_mesh, init_device_mesh
+from hp_mesh.mesh import DeviceMesh, as_device_mesh, init_device_mesh
 
 __all__ = [
     "AbstractMesh",

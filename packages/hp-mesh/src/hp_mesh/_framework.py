@@ -6,6 +6,7 @@ loaded, or the one chosen with `use_framework`. There is no silent preference.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 from typing import TYPE_CHECKING, Literal, get_args
@@ -63,6 +64,7 @@ def current_framework() -> Framework:
     )
 
 
+@functools.cache
 def load_adapter(package: str, framework: Framework) -> ModuleType:
     """Import a package's adapter for a framework.
 

@@ -6,9 +6,10 @@ Pure. The ceil rule below is the only copy: meshes, layouts, units and checkpoin
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import dataclass
 
-from hp_mesh.errors import MeshError, MeshIndexError
+from hp_mesh.errors import MeshError, MeshIndexError, MeshTypeError
 
 
 def shard_bounds(size: int, num_shards: int, index: int) -> tuple[int, int]:
@@ -52,6 +53,7 @@ class Box:
 
     Raises:
         MeshError: The two tuples differ in length or hold a negative number.
+        MeshTypeError: They hold something else than whole numbers.
 
     Example:
         >>> Box((2, 0), (3, 4)).intersect(Box((0, 1), (4, 9)))
@@ -65,6 +67,14 @@ class Box:
     """Length of each dim, in elements; 0 for a box that holds nothing."""
 
     def __post_init__(self) -> None:
+        try:
+            object.__setattr__(self, "offsets", tuple(map(operator.index, self.offsets)))
+            object.__setattr__(self, "sizes", tuple(map(operator.index, self.sizes)))
+        except TypeError as error:
+            raise MeshTypeError(
+                f"a box got offsets {self.offsets!r} and sizes {self.sizes!r}. Pass a tuple of "
+                f"ints each, one per dim."
+            ) from error
         if len(self.offsets) != len(self.sizes):
             raise MeshError(
                 f"a box got {len(self.offsets)} offsets {self.offsets} and {len(self.sizes)} "
@@ -120,9 +130,10 @@ class Box:
         """Return this box with its offsets counted from the start of another that holds it.
 
         Raises:
-            MeshError: The other box doesn't hold this one.
+            MeshError: The other box doesn't hold this one, or has another number of dims.
         """
-        if self.num_elements and self.intersect(other) != self:
-            raise MeshError(f"{self} doesn't lie inside {other}.")
+        outside = self.num_elements and self.intersect(other) != self
+        if outside or self.ndim != other.ndim:
+            raise MeshError(f"{self} doesn't lie inside {other}. Intersect the two first.")
         offsets = tuple(max(0, a - b) for a, b in zip(self.offsets, other.offsets, strict=True))
         return Box(offsets, self.sizes)

@@ -3,7 +3,8 @@
 Note [one order for all groups]: a framework makes a group when all its members ask for it. Ranks
 that ask for the groups of two axes in different order wait for each other for ever. So the first
 touch of any axis makes this rank's groups of *all* axes of the root mesh, in axis order; the
-groups of one axis share no rank, so no cycle can arise.
+groups of one axis share no rank, so no cycle can arise. Flattened axes come in the order in which
+they were flattened: who asks for the group of one makes those of the earlier ones first.
 
 The registry lives as long as the default process group: after destroy and initialise again it
 starts empty.
@@ -49,6 +50,18 @@ REGISTRY = GroupRegistry()
 def runtime() -> GroupRuntime:
     """Return the process groups of the framework in use."""
     return cast("GroupRuntime", load_adapter("hp_mesh", current_framework()).RUNTIME)
+
+
+def started_runtime(device_type: str) -> GroupRuntime:
+    """Return the process groups; the default one is made if it isn't there.
+
+    Raises:
+        MeshStateError: It isn't, and the launcher's environment variables aren't set.
+    """
+    groups = runtime()
+    if not groups.is_initialized():
+        groups.initialize(device_type)
+    return groups
 
 
 def own_rank() -> int:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class MeshLayout:
-    """Positions of a rank grid: coordinate `c` lies at `offset + sum(c[i] * strides[i])`."""
+    """Positions of a rank grid: coordinate `c` lies at `sum(c[i] * strides[i])`."""
 
     sizes: tuple[int, ...]
     """Length of each axis."""

@@ -1,7 +1,7 @@
 """Grids of ranks with named axes: which ranks are where, and which form a group.
 
-`AbstractMesh` is shape and names only. `DeviceMesh` adds the device type, the ranks and process
-groups, which are made at first use. All arithmetic is in `layout.py`.
+A `DeviceMesh` adds the device type, the ranks and process groups to an `AbstractMesh`. Groups are
+made at first use. All arithmetic is in `layout.py`.
 
 Source: torch's DeviceMesh (names of methods); JAX's split in an abstract and a real mesh.
 """
@@ -10,66 +10,27 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 import sys
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hp_mesh._framework import load_adapter
-from hp_mesh.check import check_device_type, check_names, check_shape, flat_ranks
-from hp_mesh.errors import MeshError, MeshKeyError, MeshStateError, MeshTypeError
-from hp_mesh.groups import REGISTRY, own_rank, runtime
+from hp_mesh.abstract import AbstractMesh
+from hp_mesh.check import (
+    MAX_RANKS_SHOWN,
+    check_device_type,
+    check_names,
+    check_shape,
+    flat_ranks,
+)
+from hp_mesh.errors import MeshError, MeshStateError, MeshTypeError
+from hp_mesh.groups import REGISTRY, own_rank, runtime, started_runtime
 from hp_mesh.layout import MeshLayout
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from hp_mesh._framework import Framework
-
-MAX_RANKS_SHOWN = 8
-
-
-@dataclass(frozen=True, slots=True)
-class AbstractMesh:
-    """Shape and axis names of a grid of ranks; no ranks, no network.
-
-    Example:
-        >>> AbstractMesh((2, 4), ("dp", "tp")).size("tp")
-        4
-    """
-
-    shape: tuple[int, ...]
-    """Number of ranks along each axis."""
-
-    axis_names: tuple[str, ...]
-    """Name of each axis."""
-
-    def __post_init__(self) -> None:
-        check_shape(self.shape)
-        check_names(self.axis_names, len(self.shape))
-
-    @property
-    def ndim(self) -> int:
-        """Number of axes."""
-        return len(self.shape)
-
-    def size(self, axis: str | int | None = None) -> int:
-        """Return the number of ranks, of the whole mesh or along one axis."""
-        return math.prod(self.shape) if axis is None else self.shape[self.axis_index(axis)]
-
-    def axis_index(self, axis: str | int) -> int:
-        """Return the position of an axis given by name or number.
-
-        Raises:
-            MeshKeyError: The mesh has no such axis.
-        """
-        if isinstance(axis, str) and axis in self.axis_names:
-            return self.axis_names.index(axis)
-        if isinstance(axis, int) and -self.ndim <= axis < self.ndim:
-            return axis % self.ndim
-        raise MeshKeyError(
-            f"axis {axis!r} isn't in this mesh: it has {self.axis_names} with sizes {self.shape}. "
-            f"Pass one of the names, or a number in [0, {self.ndim})."
-        )
 
 
 class DeviceMesh:
@@ -82,7 +43,8 @@ class DeviceMesh:
 
     Raises:
         MeshError: Sizes, names or ranks don't fit together.
-        MeshTypeError: `mesh` is of a wrong type.
+        MeshTypeError: `mesh` or the names are of a wrong type.
+        MeshStateError: `mesh` is None, and there are no process groups and no launcher.
 
     Example:
         >>> mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
@@ -99,9 +61,9 @@ class DeviceMesh:
     ) -> None:
         check_device_type(device_type)
         if mesh is None:
-            mesh = range(runtime().world_size())
+            mesh = range(started_runtime(device_type).world_size())
         shape, ranks = flat_ranks(mesh)
-        names = check_names(mesh_dim_names, len(shape))
+        names = None if mesh_dim_names is None else check_names(mesh_dim_names, len(shape))
         self._setup(device_type, MeshLayout.dense(shape), names, root_ranks=ranks)
 
     def _setup(
@@ -120,7 +82,9 @@ class DeviceMesh:
         self._offset = offset
         self._root_ranks = root_ranks
         self._root = root
-        self._torch_mesh: object = None
+        self._abstract = AbstractMesh(layout.sizes, names or tuple(map(str, range(self.ndim))))
+        self._given_torch_mesh: object = None  # made by `from_torch` of this one
+        self._torch_mesh: tuple[object, object] | None = None  # the default group, and for it
         self._flattened: dict[str, DeviceMesh] = {}
 
     @property
@@ -141,17 +105,17 @@ class DeviceMesh:
     @property
     def axis_names(self) -> tuple[str, ...]:
         """Names of the axes; "0", "1", ... where none were given."""
-        return self.mesh_dim_names or tuple(map(str, range(self.ndim)))
+        return self._abstract.axis_names
 
     @property
     def abstract(self) -> AbstractMesh:
         """Shape and names alone."""
-        return AbstractMesh(self.shape, self.axis_names)
+        return self._abstract
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """Global ranks in row-major order; as long as the mesh is big."""
-        return tuple(self._root_ranks[self._offset + p] for p in self._layout.positions())
+        return tuple(self._iterate_ranks())
 
     @property
     def rank(self) -> int:
@@ -160,11 +124,11 @@ class DeviceMesh:
 
     def size(self, axis: str | int | None = None) -> int:
         """Return the number of ranks, of the whole mesh or along one axis."""
-        return self.abstract.size(axis)
+        return self._abstract.size(axis)
 
     def axis_index(self, axis: str | int) -> int:
         """Return the position of an axis given by name or number."""
-        return self.abstract.axis_index(axis)
+        return self._abstract.axis_index(axis)
 
     def get_coordinate(self) -> tuple[int, ...] | None:
         """Return this process's position on each axis, or None if it isn't in the mesh."""
@@ -202,36 +166,43 @@ class DeviceMesh:
         """Return the framework's process group along one axis, made at first use.
 
         Every rank of the mesh must ask for a group of it at some time; which axis first doesn't
-        matter.
+        matter. The members are numbered in the order of the mesh.
 
         Args:
             axis: Which one; may be left out where there is only one.
+
+        Raises:
+            MeshStateError: There are no process groups, this process isn't in the mesh, or the
+                mesh names ranks that the job doesn't have.
         """
         index = self._single(axis)
-        if self._torch_mesh is not None:
-            return self._torch_mesh.get_group(index)  # type: ignore[attr-defined]  # torch's mesh
-        self._make_all_groups()
-        return REGISTRY.get(runtime(), self.ranks_along(index))
+        root, name = self.root_mesh, self.axis_names[index]
+        if root._given_torch_mesh is not None and name in root.axis_names:
+            return root._given_torch_mesh.get_group(root.axis_index(name))  # type: ignore[attr-defined]  # torch's mesh
+        ranks = self.ranks_along(index)
+        self._make_groups()
+        return REGISTRY.get(runtime(), ranks)
 
     def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
         """Return the mesh of these axes on which this process lies.
 
         Args:
-            names: One axis name, or several in the order of this mesh.
+            names: One axis name, or several in the order of this mesh; the root also takes the
+                name of axes that were flattened.
 
         Raises:
             MeshKeyError: A name isn't in the mesh.
             MeshError: No names, a name twice, or another order than the mesh's.
             MeshTypeError: Not a name or a tuple of names.
+            MeshStateError: The mesh has no names, or this process isn't in it.
         """
         wanted = (names,) if isinstance(names, str) else names
         if not isinstance(wanted, tuple) or not all(isinstance(name, str) for name in wanted):
             raise MeshTypeError(
                 f"mesh[...] takes an axis name or a tuple of them; it got {names!r}."
             )
-        flat = self.root_mesh._flattened
-        if len(wanted) == 1 and wanted[0] in flat and wanted[0] not in self.axis_names:
-            return flat[wanted[0]]
+        if len(wanted) == 1 and wanted[0] in self._flattened:  # filled on the root only
+            return self._flattened[wanted[0]]
         if self.mesh_dim_names is None:
             raise MeshStateError(
                 f"mesh[{names!r}] needs axis names and this mesh has none. Pass mesh_dim_names "
@@ -255,9 +226,14 @@ class DeviceMesh:
                 this, so `root[name]` works.
 
         Raises:
-            MeshError: The name is an axis of the root or was given to other axes.
+            MeshError: The name is an axis of the root or was given to other axes, or the ranks
+                aren't evenly spaced.
+            MeshTypeError: The name isn't a string.
+            MeshStateError: This process isn't in the mesh.
         """
-        name = name or "_".join(self.axis_names)
+        if name is None:
+            name = "_".join(self.axis_names)
+        check_names((name,), 1)
         if self.ndim == 1 and self.axis_names == (name,):
             return self
         known = self.root_mesh._flattened.get(name)
@@ -273,10 +249,17 @@ class DeviceMesh:
         return made
 
     def to_torch(self) -> object:
-        """Return torch's DeviceMesh over the same groups; the same object each time."""
-        if self._torch_mesh is None:
-            self._torch_mesh = load_adapter("hp_mesh", "torch").make_torch_mesh(self)
-        return self._torch_mesh
+        """Return torch's DeviceMesh over the same groups; the same object each time.
+
+        After the process groups were destroyed and made again, it is a new one over the new ones.
+        """
+        if self._given_torch_mesh is not None:
+            return self._given_torch_mesh
+        adapter = load_adapter("hp_mesh", "torch")
+        default = adapter.RUNTIME.default_group()
+        if self._torch_mesh is None or self._torch_mesh[0] is not default:
+            self._torch_mesh = default, adapter.make_torch_mesh(self)
+        return self._torch_mesh[1]
 
     @classmethod
     def from_torch(cls, mesh: object) -> DeviceMesh:
@@ -298,11 +281,29 @@ class DeviceMesh:
         )
         return made
 
-    def _make_all_groups(self) -> None:
+    def _make_groups(self) -> None:
         """See Note [one order for all groups]."""
-        root = self.root_mesh
-        for axis in range(root.ndim):
-            REGISTRY.get(runtime(), root.ranks_along(axis))
+        root, groups = self.root_mesh, runtime()
+        root._check_ranks_exist(groups.world_size())
+        if root._given_torch_mesh is None:
+            for axis in range(root.ndim):
+                REGISTRY.get(groups, root.ranks_along(axis))
+        if root is self or self.mesh_dim_names is None:
+            return
+        if self.mesh_dim_names[0] in root._flattened:
+            for name, flat in root._flattened.items():
+                REGISTRY.get(groups, flat.ranks)
+                if name == self.mesh_dim_names[0]:
+                    return
+
+    def _check_ranks_exist(self, world_size: int) -> None:
+        ranks = self._root_ranks
+        highest = max(ranks[0], ranks[-1]) if isinstance(ranks, range) else max(ranks)
+        if highest >= world_size:
+            raise MeshStateError(
+                f"process groups of {self!r} were asked for and the job has the ranks 0 to "
+                f"{world_size - 1}, not {highest}. Start more processes or make a smaller mesh."
+            )
 
     def _own_coordinate(self) -> tuple[int, ...]:
         coordinate = self.get_coordinate()
@@ -320,17 +321,20 @@ class DeviceMesh:
             )
         return self.axis_index(0 if axis is None else axis)
 
+    def _iterate_ranks(self) -> Iterator[int]:
+        return (self._root_ranks[self._offset + place] for place in self._layout.positions())
+
     def _shown_ranks(self) -> str:
-        first = itertools.islice(self._layout.positions(), MAX_RANKS_SHOWN)
-        shown = ", ".join(str(self._root_ranks[self._offset + place]) for place in first)
+        shown = ", ".join(map(str, itertools.islice(self._iterate_ranks(), MAX_RANKS_SHOWN)))
         return f"[{shown}{', ...' if self.size() > MAX_RANKS_SHOWN else ''}]"
 
     def _same_place(self, other: DeviceMesh) -> bool:
-        if self._root_ranks is other._root_ranks:
-            mine, theirs = (self._layout, self._offset), (other._layout, other._offset)
-            if mine == theirs:
-                return True
-        return self.shape == other.shape and self.ranks == other.ranks
+        if self.shape != other.shape:
+            return False
+        mine, theirs = (self._layout, self._offset), (other._layout, other._offset)
+        if mine == theirs and self._root_ranks == other._root_ranks:
+            return True
+        return all(map(operator.eq, self._iterate_ranks(), other._iterate_ranks()))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, DeviceMesh):
@@ -341,6 +345,13 @@ class DeviceMesh:
     def __hash__(self) -> int:
         first = self._root_ranks[self._offset]
         return hash((self.device_type, self.shape, self.mesh_dim_names, first))
+
+    def __deepcopy__(self, memo: dict[int, object]) -> DeviceMesh:
+        return self  # a value: copies of a model keep the mesh and its groups
+
+    def __getstate__(self) -> dict[str, object]:
+        made_here = {"_given_torch_mesh": None, "_torch_mesh": None}
+        return {**vars(self), **made_here}  # groups don't leave their process
 
     def __repr__(self) -> str:
         axes = ", ".join(
@@ -366,27 +377,26 @@ def init_device_mesh(
         mesh_dim_names: One name per axis.
 
     Raises:
-        MeshError: Sizes or names don't fit together, or the product isn't the number of ranks.
+        MeshError: Sizes or names don't fit together.
+        MeshTypeError: The sizes aren't ints, or the names aren't strings.
+        MeshStateError: The product isn't the number of ranks, or there are neither process groups
+            nor a launcher.
     """
     check_device_type(device_type)
-    shape = check_shape(tuple(mesh_shape))
-    names = check_names(mesh_dim_names, len(shape))
+    shape = check_shape(mesh_shape)
+    names = None if mesh_dim_names is None else check_names(mesh_dim_names, len(shape))
     count = math.prod(shape)
-    _check_world(device_type, shape, count)
+    if "torch" in sys.modules:  # else pure use: plans of jobs that run elsewhere
+        _check_world(shape, count, started_runtime(device_type).world_size())
     made = DeviceMesh.__new__(DeviceMesh)
     made._setup(device_type, MeshLayout.dense(shape), names, root_ranks=range(count))
     return made
 
 
-def _check_world(device_type: str, shape: tuple[int, ...], count: int) -> None:
-    if "torch" not in sys.modules:
-        return  # pure use: plans of jobs that run elsewhere
-    groups = runtime()
-    if not groups.is_initialized():
-        groups.initialize(device_type)
-    if count != groups.world_size():
+def _check_world(shape: tuple[int, ...], count: int, world_size: int) -> None:
+    if count != world_size:
         raise MeshStateError(
-            f"a mesh of shape {shape} has {count} ranks and the job has {groups.world_size()}. "
+            f"a mesh of shape {shape} has {count} ranks and the job has {world_size}. "
             f"Pass sizes whose product is the number of processes, or DeviceMesh(device_type, "
             f"ranks) for a part of them."
         )

@@ -32,5 +32,5 @@ class GroupRuntime(Protocol):
         ...
 
     def new_group(self, ranks: Sequence[int]) -> object:
-        """Make a group; every member calls this, nobody else has to."""
+        """Make a group numbered in this order; every member calls this, nobody else has to."""
         ...

@@ -2,11 +2,17 @@
 
 Note [global shape]: torch can't know the whole size of an unevenly cut tensor from one rank's
 piece, so it is always given; then nothing has to be communicated.
+
+Note [plans by mesh identity]: gradients become DTensors at every step, so what depends on mesh,
+placements and shape alone is worked out once. Equal meshes of torch may belong to different
+process groups, in which this process has another rank: a plan counts for one mesh object.
 """
 
 from __future__ import annotations
 
 import math
+import weakref
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -24,6 +30,24 @@ if TYPE_CHECKING:
 
     from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
+    from hp_mesh import DeviceMesh
+
+MAX_PLANS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What a DTensor of one mesh, placements and shape is made with."""
+
+    mesh: weakref.ref[TorchMesh]
+    placements: tuple[TorchPlacement, ...]
+    local_shape: tuple[int, ...]
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
+_plans: dict[tuple[int, tuple[Placement, ...], tuple[int, ...]], _Plan] = {}
+
 
 def is_dtensor(value: object) -> bool:
     """Tell whether the object is torch's DTensor."""
@@ -34,7 +58,9 @@ def to_torch_placement(placement: Placement) -> TorchPlacement:
     """Return torch's placement for ours."""
     if isinstance(placement, Shard):
         return torch_tensor.Shard(placement.dim)
-    return torch_tensor.Replicate()
+    if isinstance(placement, Replicate):
+        return torch_tensor.Replicate()
+    raise _no_placement(placement)
 
 
 def from_torch_placement(placement: object) -> Placement | None:
@@ -60,26 +86,59 @@ def dtensor_from_local(
     stride: Sequence[int] | None = None,
 ) -> DTensor:
     """Return a DTensor over this rank's piece; see Note [global shape]."""
-    layout = Layout(as_device_mesh(mesh), _ours(placements))
-    box = layout.local_box(shape)
-    if tuple(local.shape) != box.sizes:
+    _check_plain(local)
+    ours = as_device_mesh(mesh)
+    torch_mesh = cast("TorchMesh", ours.to_torch())
+    plan = _plan(ours, torch_mesh, _ours(placements), tuple(shape))
+    if local.shape != plan.local_shape:
         raise LayoutError(
-            f"this rank's piece has the shape {tuple(local.shape)}; {layout.placements} over "
-            f"{layout.mesh!r} gives it {box.sizes} of a tensor of shape {tuple(shape)}. Pass that "
+            f"this rank's piece has the shape {tuple(local.shape)}; {tuple(placements)} over "
+            f"{ours!r} gives it {plan.local_shape} of a tensor of shape {tuple(shape)}. Pass that "
             f"piece, or the right global shape."
+        )
+    if stride is not None and len(stride) != len(plan.shape):
+        raise LayoutError(
+            f"the strides {tuple(stride)} were given for a tensor of shape {tuple(shape)}. Pass "
+            f"one per dim, or None where it is contiguous."
         )
     return DTensor.from_local(
         local,
-        cast("TorchMesh", as_device_mesh(mesh).to_torch()),
-        [to_torch_placement(placement) for placement in layout.normalized(shape)],
+        torch_mesh,
+        plan.placements,
         run_check=False,
-        shape=torch.Size(shape),
-        stride=tuple(stride) if stride is not None else _contiguous(shape),
+        shape=plan.shape,
+        stride=tuple(stride) if stride is not None else plan.stride,
     )
+
+
+def _plan(
+    mesh: DeviceMesh,
+    torch_mesh: TorchMesh,
+    placements: tuple[Placement, ...],
+    shape: tuple[int, ...],
+) -> _Plan:
+    """See Note [plans by mesh identity]."""
+    key = id(torch_mesh), placements, shape
+    known = _plans.get(key)
+    if known is not None and known.mesh() is torch_mesh:
+        return known
+    layout = Layout(mesh, placements)
+    made = _Plan(
+        mesh=weakref.ref(torch_mesh),
+        placements=tuple(map(to_torch_placement, layout.normalized(shape))),
+        local_shape=layout.local_box(shape).sizes,
+        shape=torch.Size(shape),
+        stride=_contiguous(shape),
+    )
+    if len(_plans) >= MAX_PLANS:
+        _plans.clear()
+    _plans[key] = made
+    return made
 
 
 def distribute_tensor(full: torch.Tensor, mesh: object, placements: Sequence[object]) -> DTensor:
     """Cut this rank's piece out of a tensor that every rank holds."""
+    _check_plain(full)
     shape = tuple(full.shape)
     layout = Layout(as_device_mesh(mesh), _ours(placements))
     local = full.detach()[layout.local_box(shape).slices()].clone(
@@ -105,9 +164,23 @@ def _ours(placements: Sequence[object]) -> tuple[Placement, ...]:
     for placement in placements:
         ours = placement if isinstance(placement, Placement) else from_torch_placement(placement)
         if ours is None:
-            raise LayoutError(f"{placement!r} isn't a placement. Pass Shard(dim) or Replicate().")
+            raise _no_placement(placement)
         found.append(ours)
     return tuple(found)
+
+
+def _check_plain(tensor: torch.Tensor) -> None:
+    if isinstance(tensor, DTensor):
+        raise LayoutError(
+            f"a plain tensor was expected and a DTensor was found, placed {tensor.placements}. "
+            f"Pass its local_of, or redistribute it."
+        )
+
+
+def _no_placement(found: object) -> LayoutError:
+    return LayoutError(
+        f"{found!r} isn't a placement. Pass hp_dtensor.Shard(dim) or Replicate(), or torch's."
+    )
 
 
 def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:

@@ -43,10 +43,15 @@ class TorchGroupRuntime:
 
     def world_size(self) -> int:
         """Return the number of processes of the job."""
+        self.default_group()
         return dist.get_world_size()
 
     def default_group(self) -> object:
-        """Return the group of all processes."""
+        """Return the group of all processes.
+
+        Raises:
+            MeshStateError: There is none.
+        """
         if not self.is_initialized():
             raise MeshStateError(
                 "a process group is asked for and torch.distributed isn't initialised. Call "
@@ -55,8 +60,8 @@ class TorchGroupRuntime:
         return dist.group.WORLD
 
     def new_group(self, ranks: Sequence[int]) -> object:
-        """Make a group; every member calls this, nobody else has to."""
-        return dist.new_group(list(ranks), use_local_synchronization=True)
+        """Make a group whose members are numbered as given; every member calls this."""
+        return dist.new_group(list(ranks), use_local_synchronization=True, sort_ranks=False)
 
 
 RUNTIME = TorchGroupRuntime()
