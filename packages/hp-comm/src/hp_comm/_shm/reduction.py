@@ -67,6 +67,7 @@ class UnitReduction:
         self._label, self._unit = unit
         self._places: _Places | None = None
         self._flight: _Flight | None = None
+        self._early: tuple[Array | None, ...] | None = None
         ring.add_unit(self._unit, self._label)
 
     def start(self, grads: Sequence[Array | None], factor: float) -> int:
@@ -76,7 +77,7 @@ class UnitReduction:
             CommError: One is under way, or a gradient doesn't fit its parameter.
         """
         self._check(grads)
-        number = self._ring.begin(self._label)
+        number = self._ring.begin(self._label, self._finish_early)
         places = self._current_places()
         kept = tuple(
             grad if spec.trainable else None
@@ -97,6 +98,16 @@ class UnitReduction:
         Raises:
             CommError: None was started.
         """
+        if self._early is not None:
+            sums, self._early = self._early, None
+            return sums
+        return self._finish()
+
+    def _finish_early(self) -> None:
+        """Sum up now, because a later reduction needs the slot; `finish` returns the result."""
+        self._early = self._finish()
+
+    def _finish(self) -> tuple[Array | None, ...]:
         flight = self._flight
         if flight is None:
             raise CommError(
@@ -118,10 +129,10 @@ class UnitReduction:
         """Drop what refers to memory; a reduction under way is given up."""
         if self._flight is not None:
             self._ring.finish(self._flight.number)
-        self._flight = self._places = None
+        self._flight = self._places = self._early = None
 
     def _check(self, grads: Sequence[Array | None]) -> None:
-        if self._flight is not None:
+        if self._flight is not None or self._early is not None:
             raise CommError(
                 f"reduce of unit {self._label!r} was called and the one before isn't finished. "
                 f"Call wait_reduce first."

@@ -5,7 +5,8 @@ every rank has an area of its own, which it alone writes: a head (unit, reductio
 have a gradient here), then the pieces for each owner. The slots are as large as the largest unit
 needs; a larger unit gets new slots when it is opened, old ones live until nothing refers to them.
 
-    begin     wait until all others have read what this rank wrote two reductions ago
+    begin     finish what this rank itself left unfinished two reductions ago (its unit keeps the
+              result), then wait until all others have read what this rank wrote there
     post      the pieces are written
     arrive    wait for the others' pieces; their heads must say the same unit and reduction
     finish    this rank needs the others' pieces no more
@@ -20,10 +21,11 @@ from typing import TYPE_CHECKING
 from hp_comm._shm.board import REDUCTION_POSTED, REDUCTION_READ, mismatch
 from hp_comm._shm.kernel import MASK
 from hp_comm._shm.segment import align
-from hp_comm.errors import CommError
 from hp_comm.plan import ParamSpec, itemsize
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from hp_comm._shm.counters import Counters
     from hp_comm._shm.kernel import Mapping
     from hp_comm._shm.seat import Seat
@@ -89,7 +91,7 @@ class GradRing:
         self._counters = counters
         self._watch = watch
         self._last = 0
-        self._unfinished: dict[int, str] = {}
+        self._unfinished: dict[int, Callable[[], None]] = {}
         self._labels: dict[int, str] = {}
 
     @property
@@ -116,24 +118,20 @@ class GradRing:
         """Learn a unit's name, for errors."""
         self._labels[unit] = label
 
-    def begin(self, label: str) -> int:
+    def begin(self, label: str, finish_early: Callable[[], None]) -> int:
         """Return the number of a new reduction, once its area may be written.
 
-        Raises:
-            CommError: Two reductions wait to be finished here; the others would wait for ever.
+        Args:
+            label: Of the unit, for errors.
+            finish_early: Called where a later reduction needs the slot before the unit has asked
+                for its result; must end in `finish`.
         """
         number = self._last + 1
-        oldest = min(self._unfinished, default=number)
-        if oldest <= number - NUM_SLOTS:
-            raise CommError(
-                f"reduce of unit {label!r} would be number {number} of group "
-                f"{self._seat.name!r}, and number {oldest} of unit "
-                f"{self._unfinished[oldest]!r} isn't finished on this rank: two are the most. "
-                f"Call wait_reduce of {self._unfinished[oldest]!r} first."
-            )
+        while self._unfinished and min(self._unfinished) <= number - NUM_SLOTS:
+            self._unfinished[min(self._unfinished)]()
         self._wait(REDUCTION_READ, number - NUM_SLOTS, label, number)
         self._last = number
-        self._unfinished[number] = label
+        self._unfinished[number] = finish_early
         return number
 
     def post(self, slots: Slots, number: int, unit: int, flags: bytes) -> None:
