@@ -76,5 +76,5 @@ def test_mesh_whose_sizes_or_names_do_not_fit_raises(
     ],
 )
 def test_mesh_of_wrong_types_raises(shape: object, names: object) -> None:
-    with pytest.raises(MeshTypeError, match="a mesh|axis names"):
+    with pytest.raises(MeshTypeError, match=r"a mesh|axis names"):
         AbstractMesh(shape, names)  # type: ignore[arg-type]  # the point of the test

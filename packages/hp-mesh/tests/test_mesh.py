@@ -309,7 +309,7 @@ def test_rank_of_process_without_launcher_raises(
     monkeypatch.delenv("RANK")
     if value is not None:
         monkeypatch.setenv("RANK", value)
-    with pytest.raises(MeshStateError, match="environment variable RANK is .* torchrun"):
+    with pytest.raises(MeshStateError, match=r"environment variable RANK is .* torchrun"):
         _ = DeviceMesh("cpu", [0]).rank
 
 
@@ -366,7 +366,7 @@ def test_mesh_of_ranks_that_form_no_grid_raises(ranks: object, match: str) -> No
     "ranks", [3, "01", {0, 1}, Array(5), [0.0, 1.0], ["0"], [None], [True, False]], ids=str
 )
 def test_mesh_of_something_else_than_ranks_raises(ranks: object) -> None:
-    with pytest.raises(MeshTypeError, match="a mesh is made of|isn't a rank"):
+    with pytest.raises(MeshTypeError, match=r"a mesh is made of|isn't a rank"):
         DeviceMesh("cpu", ranks)
 
 
