@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hp_comm._shm import kernel, pages
+from hp_comm._shm.blocks import BlockPool
 from hp_comm._shm.collective import _spans
 from hp_comm._shm.counters import LINE_BYTES, Counters, is_reached
 from hp_comm._shm.kernel import PAGE_BYTES, Mapping
@@ -20,12 +21,13 @@ from hp_comm._shm.pages import PrivatePages
 from hp_comm._shm.ring import piece_offsets
 from hp_comm._shm.segment import Segment, round_to_pages
 from hp_comm.plan import ParamSpec, plan_unit
-from hp_mesh import Box, shard_bounds
+from hp_comm.testing.units import chunk_boxes
 
 pytestmark = pytest.mark.skipif(
     kernel.why_unsupported() is not None, reason=f"{kernel.why_unsupported()}"
 )
 POSTED = 0
+KINDS = ("float32", "float32")
 
 
 def new_mapping(num_bytes: int = PAGE_BYTES, *, private: bool = False) -> Mapping:
@@ -219,7 +221,9 @@ def test_spans_cover_all_elements_once_in_order(count, most):
 )
 def test_pieces_of_an_area_never_overlap(num_ranks, params):
     specs = [
-        ParamSpec(str(i), (size,), _chunks(size, num_ranks), "float32", "float32", dtype, train)
+        ParamSpec(
+            str(i), (size,), chunk_boxes((size,), 0, num_ranks), "float32", "float32", dtype, train
+        )
         for i, (size, dtype, train) in enumerate(params)
     ]
     offsets = piece_offsets(plan_unit(specs, world_size=num_ranks))
@@ -235,6 +239,37 @@ def test_pieces_of_an_area_never_overlap(num_ranks, params):
     assert max(taken) < offsets[-1][0]
 
 
-def _chunks(size: int, num_ranks: int) -> tuple[Box, ...]:
-    bounds = [shard_bounds(size, num_ranks, rank) for rank in range(num_ranks)]
-    return tuple(Box((start,), (stop - start,)) for start, stop in bounds)
+def test_block_is_used_again_only_when_nothing_refers_to_it():
+    pool = BlockPool([100_000])
+    first = np.frombuffer(pool.take(100_000), np.uint8)[10:20]
+    place = first.ctypes.data - 10
+    second = np.frombuffer(pool.take(100_000), np.uint8)
+    assert second.ctypes.data != place
+    del first
+    assert np.frombuffer(pool.take(100_000), np.uint8).ctypes.data == place
+
+
+def test_blocks_beyond_what_a_pool_needs_are_given_back():
+    pool = BlockPool([100_000])
+    taken = [np.frombuffer(pool.take(100_000), np.uint8) for _ in range(5)]
+    places = [f"{array.ctypes.data:x}-" for array in taken]
+    del taken
+    assert sum(_is_mapped(place) for place in places) <= 2
+
+
+def test_block_outlives_its_pool():
+    pool = BlockPool([100_000])
+    array = np.frombuffer(pool.take(100_000), np.uint8)
+    array[:] = 3
+    place = f"{array.ctypes.data:x}-"
+    del pool
+    assert array.min() == 3
+    del array
+    assert not _is_mapped(place)
+
+
+def _is_mapped(place: str) -> bool:
+    return any(
+        line.startswith(place)
+        for line in Path("/proc/self/maps").read_text(encoding="ascii").splitlines()
+    )

@@ -14,10 +14,10 @@ import pytest
 from hp_comm._shm import connect, formation, kernel
 from hp_comm._shm.handover import Handover
 from hp_comm.errors import CommTimeoutError, MismatchError
-from hp_comm.plan import ParamSpec, UnitPlan, plan_unit
+from hp_comm.plan import UnitPlan
 from hp_comm.testing import NumpyOps, RankError, run_ranks
 from hp_comm.testing.folder import FolderRendezvous
-from hp_mesh import Box, shard_bounds
+from hp_comm.testing.units import chunked_plan
 
 pytestmark = pytest.mark.skipif(
     kernel.why_unsupported() is not None, reason=f"{kernel.why_unsupported()}"
@@ -38,14 +38,7 @@ def join(rank, world_size, folder, timeout_s=20.0):
 
 
 def plan(world_size: int, dim: int) -> UnitPlan:
-    boxes = []
-    for rank in range(world_size):
-        start, stop = shard_bounds(SHAPE[dim], world_size, rank)
-        offsets, sizes = [0, 0], list(SHAPE)
-        offsets[dim], sizes[dim] = start, stop - start
-        boxes.append(Box(tuple(offsets), tuple(sizes)))
-    spec = ParamSpec("w", SHAPE, tuple(boxes), "float32", "float32", "float32")
-    return plan_unit([spec], world_size=world_size)
+    return chunked_plan(world_size, [(SHAPE, dim)])
 
 
 def full(step: int) -> np.ndarray:

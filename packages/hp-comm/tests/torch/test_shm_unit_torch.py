@@ -7,25 +7,17 @@ import torch
 
 import hp_comm
 from hp_comm._shm import kernel
-from hp_comm.plan import ParamSpec, UnitPlan, plan_unit
+from hp_comm.plan import UnitPlan
 from hp_comm.testing import run_ranks
-from hp_mesh import Box, shard_bounds
+from hp_comm.testing.units import chunked_plan
 
 pytestmark = pytest.mark.skipif(
     kernel.why_unsupported() is not None, reason=f"{kernel.why_unsupported()}"
 )
 
 
-def plan(world_size: int, shape: tuple[int, ...], dim: int = 0, **dtypes: str) -> UnitPlan:
-    boxes = []
-    for rank in range(world_size):
-        start, stop = shard_bounds(shape[dim], world_size, rank)
-        offsets, sizes = [0] * len(shape), list(shape)
-        offsets[dim], sizes[dim] = start, stop - start
-        boxes.append(Box(tuple(offsets), tuple(sizes)))
-    kinds = {"storage_dtype": "float32", "compute_dtype": "float32", "reduce_dtype": "float32"}
-    spec = ParamSpec("w", shape, tuple(boxes), **{**kinds, **dtypes})
-    return plan_unit([spec], world_size=world_size)
+def plan(num_ranks: int, shape: tuple[int, ...], dim: int = 0, dtype: str = "float32") -> UnitPlan:
+    return chunked_plan(num_ranks, [(shape, dim)], compute_dtype=dtype)
 
 
 def open_on_world(made: UnitPlan):
@@ -38,7 +30,7 @@ def numbers(shape: tuple[int, ...], seed: int) -> torch.Tensor:
 
 
 def mix_precision(rank, world_size):
-    made = plan(world_size, (7, 5), 1, compute_dtype="bfloat16")
+    made = plan(world_size, (7, 5), 1, "bfloat16")
     _communicator, unit = open_on_world(made)
     own = made.params[0].boxes[rank].slices()
     unit.gather([numbers((7, 5), 0)[own]])

@@ -127,6 +127,29 @@ def futex_wait(address: int, value: int, timeout_s: float) -> None:
     _futex_wait(_FUTEX, address, _FUTEX_WAIT, value, ctypes.addressof(limit), None, 0)
 
 
+def _map(num_bytes: int, kind: int, descriptor: int, offset_bytes: int) -> int:
+    access = mmap.PROT_READ | mmap.PROT_WRITE
+    address: int | None = _mmap(None, num_bytes, access, kind, descriptor, offset_bytes)
+    if address is None or address == ctypes.c_void_p(-1).value:
+        code = ctypes.get_errno()
+        raise OSError(code, f"mmap of {num_bytes} bytes: {os.strerror(code)}")
+    return address
+
+
+def map_anonymous(num_bytes: int) -> int:
+    """Return the address of new memory of this process alone.
+
+    Raises:
+        OSError: The system has none left.
+    """
+    return _map(num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+
+
+def unmap(address: int, num_bytes: int) -> None:
+    """Give a mapping back; nothing may refer to it any more."""
+    _munmap(address, num_bytes)
+
+
 class Mapping:
     """A stretch of a segment, mapped into this process.
 
@@ -149,15 +172,11 @@ class Mapping:
         self, descriptor: int, num_bytes: int, *, offset_bytes: int = 0, private: bool = False
     ) -> None:
         kind = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED
-        access = mmap.PROT_READ | mmap.PROT_WRITE
-        address = _mmap(None, num_bytes, access, kind, descriptor, offset_bytes)
-        if address is None or address == ctypes.c_void_p(-1).value:
-            code = ctypes.get_errno()
-            raise OSError(code, f"mmap of {num_bytes} bytes: {os.strerror(code)}")
+        address = _map(num_bytes, kind, descriptor, offset_bytes)
         memory = (ctypes.c_char * num_bytes).from_address(address)
         # Not at exit: arrays may outlive the last Python code of the process.
-        weakref.finalize(memory, _munmap, address, num_bytes).atexit = False
-        self.address: int = address
+        weakref.finalize(memory, unmap, address, num_bytes).atexit = False
+        self.address = address
         self.num_bytes = num_bytes
         self.buffer = memoryview(memory).cast("B")
 

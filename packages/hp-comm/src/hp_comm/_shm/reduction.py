@@ -10,8 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from hp_comm._shm.blocks import SMALLEST_BYTES, BlockPool
 from hp_comm._shm.ring import NUM_SLOTS, GradRing, Slots, piece_offsets
 from hp_comm.errors import CommError
+from hp_comm.plan import itemsize
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -68,6 +70,11 @@ class UnitReduction:
         self._places: _Places | None = None
         self._flight: _Flight | None = None
         self._early: tuple[Array | None, ...] | None = None
+        self._lengths_bytes = [
+            spec.boxes[seat.index].num_elements * itemsize(spec.reduce_dtype)
+            for spec in plan.params
+        ]
+        self._blocks = BlockPool(n for n in self._lengths_bytes if n >= SMALLEST_BYTES)
         ring.add_unit(self._unit, self._label)
 
     def start(self, grads: Sequence[Array | None], factor: float) -> int:
@@ -157,7 +164,7 @@ class UnitReduction:
         if flight is None or not any(flags):
             return None
         own_box = spec.boxes[self._seat.index]
-        total = ops.empty(own_box.sizes, spec.reduce_dtype)
+        total = self._new(index, own_box)
         if not own_box.num_elements:
             return total
         grad = flight.grads[index]
@@ -171,6 +178,12 @@ class UnitReduction:
         if flight.factor != 1.0:
             ops.scale(total, flight.factor)
         return total
+
+    def _new(self, index: int, box: Box) -> Array:
+        num_bytes, dtype = self._lengths_bytes[index], self._plan.params[index].reduce_dtype
+        if num_bytes < SMALLEST_BYTES:
+            return self._ops.empty(box.sizes, dtype)
+        return self._ops.from_buffer(self._blocks.take(num_bytes), box.sizes, dtype, 0)
 
     def _add(self, total: Array, terms: list[Array], own: Array | None) -> None:
         """Write the sum of the terms, in their order; `own` may have another data type."""
