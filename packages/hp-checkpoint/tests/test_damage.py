@@ -276,7 +276,7 @@ def test_load_of_a_shard_reads_its_blocks_and_at_most_two_more(
     save({"w": plain(full)}, tmp_path / "step")
     state = {"w": shard(np.zeros_like(full), num_shards, index, dim=dim)}
     readers: list[DataReader] = []
-    monkeypatch.setattr(DataReader, "close", readers.append)
+    monkeypatch.setattr(DataReader, "close", lambda reader: readers.append(reader))  # noqa: PLW0108
 
     load_state(
         state, tmp_path / "step", peers=Alone(), arrays=NumpyArrays(), strict=True, verify=True

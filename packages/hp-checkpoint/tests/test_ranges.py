@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hp_checkpoint.ranges import Limits, blocks_of, index_of, slabs, strides_of
@@ -23,6 +23,7 @@ def regions(draw: st.DrawFn) -> tuple[tuple[int, ...], Box]:
     return sizes, Box(offsets, lengths)
 
 
+@settings(deadline=None)  # other work on the machine is no fault
 @given(regions(), st.integers(1, 40), st.integers(1, 10))
 def test_slabs_read_the_region_and_nothing_far_from_it(
     case: tuple[tuple[int, ...], Box], slab_bytes: int, gap_bytes: int

@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hp_checkpoint.tiling import fault, find_overlap
@@ -40,6 +40,7 @@ def test_fault_of_a_tiling_is_none(shape: tuple[int, ...], boxes: list[Box]) -> 
     assert fault(shape, boxes) is None
 
 
+@settings(deadline=None)  # other work on the machine is no fault
 @given(st.tuples(*[st.integers(1, 7)] * 3), st.tuples(*[st.integers(1, 4)] * 3))
 def test_fault_of_any_grid_is_none(shape: tuple[int, ...], parts: tuple[int, ...]) -> None:
     bounds = [
@@ -54,6 +55,7 @@ def test_fault_of_any_grid_is_none(shape: tuple[int, ...], parts: tuple[int, ...
     assert fault(shape, [box for box in boxes if box.num_elements]) is None
 
 
+@settings(deadline=None)  # other work on the machine is no fault
 @given(st.data())
 def test_find_overlap_agrees_with_counting_elements(data: st.DataObject) -> None:
     spans = st.tuples(st.integers(0, 4), st.integers(1, 3))

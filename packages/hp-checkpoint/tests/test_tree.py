@@ -6,7 +6,7 @@ from collections import OrderedDict
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hp_checkpoint.errors import ManifestError, StateError
@@ -86,6 +86,7 @@ nested = st.recursive(
 )
 
 
+@settings(deadline=None)  # other work on the machine is no fault
 @given(st.dictionaries(st.text(max_size=3), nested))
 def test_assemble_of_the_leaves_gives_the_state_back(state: dict[object, object]) -> None:
     leaves = flatten(state, ARRAYS)

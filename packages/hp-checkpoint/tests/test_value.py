@@ -10,7 +10,7 @@ from collections import OrderedDict, defaultdict, namedtuple
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hp_checkpoint.errors import ManifestError, StateError
@@ -217,6 +217,7 @@ plain_values = st.recursive(
 )
 
 
+@settings(deadline=None)  # other work on the machine is no fault
 @given(plain_values)
 def test_value_of_any_nesting_comes_back_equal(value: object) -> None:
     found = round_trip(value)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from hp_checkpoint.errors import ManifestError, StateError
@@ -299,10 +300,13 @@ def _is_key(key: object) -> bool:
 
 
 def _key_text(key: object) -> str:
-    if not isinstance(key, str):
-        return f"[{key!r}]"
-    for raw, escaped in _ESCAPES:
-        key = key.replace(raw, escaped)
+    return _escaped(key) if isinstance(key, str) else f"[{key!r}]"
+
+
+@lru_cache(maxsize=1 << 16)
+def _escaped(key: str) -> str:
+    for raw, code in _ESCAPES:
+        key = key.replace(raw, code)
     return "~3metadata__" if key == "__metadata__" else key
 
 
