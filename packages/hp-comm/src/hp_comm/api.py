@@ -1,19 +1,22 @@
 """Collectives as functions, and the communicator behind them.
 
-from hp_comm import all_reduce
-all_reduce(tensor, mesh)          # over a 1-D mesh
-all_reduce(tensor, (mesh, "dp"))  # along one axis
-all_reduce(tensor)                # over all ranks
+    all_reduce(tensor, mesh)          over a 1-D mesh
+    all_reduce(tensor, (mesh, "dp"))  along one axis
+    all_reduce(tensor)                over all ranks
+
+The framework is the array's, else the group's, else the one that is loaded.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
-from hp_mesh._framework import current_framework, framework_of, load_adapter
+from hp_comm.errors import CommError
+from hp_mesh._framework import FRAMEWORKS, current_framework, framework_of, load_adapter
 
 if TYPE_CHECKING:
     from hp_comm.ports import Array, Communicator, ReduceOp, Work
+    from hp_mesh._framework import Framework
 
 
 def communicator(
@@ -33,11 +36,16 @@ def communicator(
     Raises:
         CommError: An argument is wrong, or there is no process group.
         TransportError: The transport asked for by name can't serve this group.
+
+    Example:
+        >>> import torch, torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> communicator().transport, communicator().ranks
+        ('local', (0,))
+        >>> dist.destroy_process_group()
     """
     framework = framework_of(group) or current_framework()
-    adapter = load_adapter("hp_comm", framework)
-    made = adapter.communicator(group, transport=transport, timeout_s=timeout_s)
-    return cast("Communicator", made)
+    return _communicator(framework, group, transport, timeout_s)
 
 
 def all_gather_into(
@@ -50,8 +58,21 @@ def all_gather_into(
         source: "k", contiguous, same length on every rank.
         group: See `communicator`.
         async_op: Return a `Work` instead of waiting.
+
+    Raises:
+        CommError: The arrays don't fit the operation or the group; nothing was sent.
+        CommTimeoutError: A rank didn't come in time.
+
+    Example:
+        >>> import torch, torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> output = torch.empty(2)
+        >>> all_gather_into(output, torch.tensor([1.0, 2.0]))
+        >>> output
+        tensor([1., 2.])
+        >>> dist.destroy_process_group()
     """
-    return communicator(group).all_gather_into(output, source, async_op=async_op)
+    return _for_array(output, group).all_gather_into(output, source, async_op=async_op)
 
 
 def reduce_scatter_into(
@@ -70,8 +91,21 @@ def reduce_scatter_into(
         group: See `communicator`.
         op: "sum", "avg", "max", "min" or "prod".
         async_op: Return a `Work` instead of waiting.
+
+    Raises:
+        CommError: The arrays don't fit the operation or the group; nothing was sent.
+        CommTimeoutError: A rank didn't come in time.
+
+    Example:
+        >>> import torch, torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> output = torch.empty(2)
+        >>> reduce_scatter_into(output, torch.tensor([1.0, 2.0]), op="avg")
+        >>> output
+        tensor([1., 2.])
+        >>> dist.destroy_process_group()
     """
-    return communicator(group).reduce_scatter_into(output, source, op=op, async_op=async_op)
+    return _for_array(output, group).reduce_scatter_into(output, source, op=op, async_op=async_op)
 
 
 def all_reduce(
@@ -84,8 +118,22 @@ def all_reduce(
         group: See `communicator`.
         op: "sum", "avg", "max", "min" or "prod".
         async_op: Return a `Work` instead of waiting.
+
+    Raises:
+        CommError: The arrays don't fit the operation or the group; nothing was sent.
+        CommTimeoutError: A rank didn't come in time.
+
+    Example:
+        >>> import torch, torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> array = torch.tensor([1.0, 2.0])
+        >>> work = all_reduce(array, async_op=True)
+        >>> work.wait()
+        >>> array
+        tensor([1., 2.])
+        >>> dist.destroy_process_group()
     """
-    return communicator(group).all_reduce(array, op=op, async_op=async_op)
+    return _for_array(array, group).all_reduce(array, op=op, async_op=async_op)
 
 
 def broadcast(
@@ -98,8 +146,21 @@ def broadcast(
         group: See `communicator`.
         source: Group index of the rank whose array it becomes.
         async_op: Return a `Work` instead of waiting.
+
+    Raises:
+        CommError: The arrays don't fit the operation or the group; nothing was sent.
+        CommTimeoutError: A rank didn't come in time.
+
+    Example:
+        >>> import torch, torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> array = torch.tensor([1.0, 2.0])
+        >>> broadcast(array, source=0)
+        >>> array
+        tensor([1., 2.])
+        >>> dist.destroy_process_group()
     """
-    return communicator(group).broadcast(array, source=source, async_op=async_op)
+    return _for_array(array, group).broadcast(array, source=source, async_op=async_op)
 
 
 def barrier(group: object | None = None, *, timeout_s: float | None = None) -> None:
@@ -108,5 +169,33 @@ def barrier(group: object | None = None, *, timeout_s: float | None = None) -> N
     Args:
         group: See `communicator`.
         timeout_s: How long to wait, in seconds; None: the communicator's.
+
+    Raises:
+        CommTimeoutError: A rank didn't come in time.
+
+    Example:
+        >>> import torch, torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> barrier()
+        >>> dist.destroy_process_group()
     """
     communicator(group).barrier(timeout_s=timeout_s)
+
+
+def _for_array(array: Array, group: object | None) -> Communicator:
+    """Return the communicator of a group in the framework of an array."""
+    framework = framework_of(array)
+    if framework is None:
+        raise CommError(
+            f"a collective was asked for on a {type(array).__name__}, which is no tensor of "
+            f"{FRAMEWORKS}. Pass a tensor; hp_comm.testing.run_threads works on numpy arrays."
+        )
+    return _communicator(framework, group, "auto", None)
+
+
+def _communicator(
+    framework: Framework, group: object | None, transport: str, timeout_s: float | None
+) -> Communicator:
+    adapter = load_adapter("hp_comm", framework)
+    made = adapter.communicator(group, transport=transport, timeout_s=timeout_s)
+    return cast("Communicator", made)

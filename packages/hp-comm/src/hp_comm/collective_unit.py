@@ -6,23 +6,27 @@ into it; the rest is packed into buckets (see plan.py). Gradients go the same wa
 Note [used flags]: a parameter that this rank didn't use has no gradient here, but other ranks may
 have one. Each reduction carries one number per parameter: how many ranks had a gradient. A rank
 that had one need not look; a rank that had none reads the number when the reduction is finished.
+
+Note [uncopied shards]: where a shard's storage has room for its padding, it is sent as it lies.
+On a transport that moves bytes after the call, it must not change until `wait_gather`.
 """
 
 from __future__ import annotations
 
-import math
+import hashlib
 from array import array
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, cast, runtime_checkable
 
-from hp_comm.plan import ParamSpec, UnitPlan, itemsize, padded_shard_elements
-from hp_comm.trace import muted, note_collective, note_copy
-from hp_comm.wire import nbytes
-from hp_mesh import Box
+from hp_comm.errors import CommError, MismatchError
+from hp_comm.packing import Packing, Transfer
+from hp_comm.plan import itemsize
+from hp_comm.trace import muted, note_collective
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from hp_comm.plan import UnitPlan
     from hp_comm.ports import Array, ArrayOps, Communicator, Work
 
 FLAG_DTYPE = "float32"
@@ -43,12 +47,44 @@ class ReleasingOps(Protocol):
 
 @dataclass(slots=True)
 class _Reduction:
+    """One that was started: what it needs until it is finished."""
+
     grads: Sequence[Array | None]
     factor: float
     flags: Array
     works: list[Work] = field(default_factory=list)
-    outputs: dict[int, Array] = field(default_factory=dict)
+    outputs: list[tuple[Transfer, Array]] = field(default_factory=list)
     sources: list[Array] = field(default_factory=list)
+
+
+def open_unit(communicator: Communicator, plan: UnitPlan, label: str) -> CollectiveUnit:
+    """Return a unit channel over a communicator's collectives, once all ranks have one plan.
+
+    Args:
+        communicator: Moves the bytes.
+        plan: How the unit's parameters travel.
+        label: The unit's name in traces.
+
+    Raises:
+        CommError: The plan is for another number of ranks.
+        MismatchError: The ranks have different plans.
+    """
+    ranks = communicator.ranks
+    if plan.world_size != len(ranks):
+        raise CommError(
+            f"unit {label!r} was planned for {plan.world_size} ranks and opened on group "
+            f"{communicator.name!r} of {len(ranks)}. Plan it with that world_size."
+        )
+    digest = hashlib.sha256(repr(plan).encode()).hexdigest()[:16]
+    own = f"{label!r} with {len(plan.params)} parameters, plan {digest}"
+    found = [raw.decode() for raw in communicator.all_gather_bytes(own.encode())]
+    if len(set(found)) > 1:
+        each = "; ".join(f"rank {rank}: {text}" for rank, text in zip(ranks, found, strict=True))
+        raise MismatchError(
+            f"ranks of group {communicator.name!r} open different units: {each}. Build the same "
+            f"model and make the same calls on every rank."
+        )
+    return CollectiveUnit(communicator, plan, label)
 
 
 class CollectiveUnit:
@@ -65,10 +101,11 @@ class CollectiveUnit:
         self._ops: ArrayOps = communicator.ops
         self._label = label
         self._plan = plan
+        self._packing = Packing(self._ops, plan, communicator.index, label)
         self._padded: dict[int, Array] = {}
         self._full = tuple(self._make_full(index) for index in range(len(plan.params)))
         self._works: list[Work] = []
-        self._packed: list[tuple[tuple[int, ...], Array]] = []
+        self._packed: list[tuple[Transfer, Array]] = []
         self._sources: list[Array] = []
         self._reduction: _Reduction | None = None
         self._release()
@@ -79,94 +116,121 @@ class CollectiveUnit:
         return self._plan
 
     def gather(self, shards: Sequence[Array]) -> None:
-        """Start to make every parameter whole."""
+        """Start to make every parameter whole; see Note [uncopied shards].
+
+        Raises:
+            CommError: A shard doesn't fit its box.
+        """
+        own = self._comm.index
+        self._check("shard", shards, [spec.boxes[own].sizes for spec in self._plan.params])
+        self._settle()
         self._note("all_gather", [spec.compute_dtype for spec in self._plan.params])
         self._restore()
         with muted():
-            for index in self._plan.direct:
-                source = self._padded_shard(index, shards[index])
-                self._start(self._padded[index], source)
-            for bucket in self._plan.buckets:
-                source = self._pack_shards(bucket, shards)
-                whole = self._flat(self._world * source.shape[0], self._spec(bucket).compute_dtype)
-                self._packed.append((bucket, whole))
-                self._start(whole, source)
+            for transfer in self._packing.gathers:
+                source = self._packing.pack_shards(transfer, shards)
+                if not self._packing.is_direct(transfer):
+                    whole = self._flat(source.shape[0] * self._world, self._ops.dtype_of(source))
+                    self._packed.append((transfer, whole))
+                else:
+                    whole = self._padded[transfer[0]]
+                if source.shape[0]:
+                    self._sources.append(source)
+                    work = self._comm.all_gather_into(whole, source, async_op=True)
+                    self._works.append(cast("Work", work))
 
     def wait_gather(self) -> tuple[Array, ...]:
         """Return the full parameters, readable until `free`."""
-        for work in self._works:
-            work.wait()
+        self._finish_gather()
         for bucket, whole in self._packed:
-            self._unpack(bucket, whole)
-        self._works, self._packed, self._sources = [], [], []
+            self._packing.unpack(bucket, whole, self._full)
+        self._packed = []
         return self._full
 
     def free(self) -> None:
-        """Give the full parameters back."""
+        """Give the full parameters back; a gather that nobody waited for is waited for first."""
+        self._settle()
         self._release()
 
     def reduce(self, grads: Sequence[Array | None], factor: float) -> None:
-        """Start to add the full gradients over the ranks."""
+        """Start to add the full gradients over the ranks.
+
+        Raises:
+            CommError: A reduction is under way, or a gradient doesn't fit its parameter.
+        """
         specs = self._plan.params
+        self._check("gradient", grads, [spec.shape for spec in specs])
+        if self._reduction is not None:
+            raise CommError(
+                f"a second reduction of unit {self._label!r} was started. Call wait_reduce first."
+            )
         self._note("reduce_scatter", [s.reduce_dtype if s.trainable else "" for s in specs])
-        flags = self._flags(grads)
-        reduction = _Reduction(grads, factor, flags)
+        kept = [g if s.trainable else None for g, s in zip(grads, specs, strict=True)]
+        reduction = _Reduction(kept, factor, self._flags(kept))
         with muted():
-            for index in self._plan.direct:
-                if specs[index].trainable:
-                    source = self._padded_grad(index, grads[index])
-                    self._start_reduce(reduction, index, source)
-            for bucket in self._trainable_buckets():
-                self._start_reduce(reduction, bucket[0], self._pack_grads(bucket, grads))
-            work = self._comm.all_reduce(flags, async_op=True)
+            for transfer in self._packing.reductions:
+                self._start_reduce(reduction, transfer)
+            work = self._comm.all_reduce(reduction.flags, async_op=True)
         reduction.works.append(cast("Work", work))
         self._reduction = reduction
 
     def wait_reduce(self) -> tuple[Array | None, ...]:
-        """Return this rank's boxes of the reduced gradients, in new memory."""
+        """Return this rank's boxes of the reduced gradients, in new memory.
+
+        Raises:
+            CommError: No reduction was started.
+        """
         reduction, self._reduction = self._reduction, None
-        assert reduction is not None, "wait_reduce without reduce"
+        if reduction is None:
+            raise CommError(
+                f"wait_reduce of unit {self._label!r} was called without a reduction under way. "
+                f"Call reduce first."
+            )
         for work in reduction.works:
             work.wait()
         used = self._used(reduction)
         found: list[Array | None] = [None] * len(self._plan.params)
-        for first, output in reduction.outputs.items():
+        for transfer, part in reduction.outputs:
             if reduction.factor != 1.0:
-                self._ops.scale(output, reduction.factor)
-            for index, own in self._cut(first, output):
+                self._ops.scale(part, reduction.factor)
+            for index, own in self._packing.own_boxes(transfer, part):
                 if used[index]:
                     found[index] = own
         return tuple(found)
 
     def close(self) -> None:
         """Drop references to the memory."""
-        self._works, self._packed, self._sources = [], [], []
-        self._reduction = None
+        self._packed, self._reduction = [], None
 
     @property
     def _world(self) -> int:
         return self._plan.world_size
 
+    def _check(
+        self, what: str, arrays: Sequence[Array | None], shapes: Sequence[tuple[int, ...]]
+    ) -> None:
+        if len(arrays) != len(shapes):
+            raise CommError(
+                f"unit {self._label!r} of {len(shapes)} parameters was given {len(arrays)} "
+                f"{what}s. Pass one per parameter."
+            )
+        for spec, given, shape in zip(self._plan.params, arrays, shapes, strict=True):
+            if given is not None and tuple(given.shape) != shape:
+                raise CommError(
+                    f"the {what} of parameter {spec.name!r} of unit {self._label!r} has shape "
+                    f"{tuple(given.shape)}. Pass one of shape {shape}."
+                )
+
     def _flat(self, num_elements: int, dtype: str) -> Array:
         return self._ops.empty((num_elements,), dtype)
-
-    def _spec(self, bucket: Sequence[int]) -> ParamSpec:
-        return self._plan.params[bucket[0]]
 
     def _make_full(self, index: int) -> Array:
         spec = self._plan.params[index]
         if index not in self._plan.direct:
             return self._ops.empty(spec.shape, spec.compute_dtype)
-        self._padded[index] = self._flat(
-            padded_shard_elements(spec) * self._world, spec.compute_dtype
-        )
-        return self._prefix(self._padded[index], spec.num_elements, spec.shape)
-
-    def _prefix(self, flat: Array, num_elements: int, shape: Sequence[int]) -> Array:
-        return self._ops.reshape(self._slice(flat, 0, num_elements), shape)
-
-    def _slice(self, flat: Array, start: int, num_elements: int) -> Array:
-        return self._ops.box(flat, _segment(start, num_elements))
+        length = self._packing.part_elements((index,)) * self._world
+        self._padded[index] = self._flat(length, spec.compute_dtype)
+        return self._packing.prefix(self._padded[index], spec.shape)
 
     def _release(self) -> None:
         if isinstance(self._ops, ReleasingOps):
@@ -181,117 +245,24 @@ class CollectiveUnit:
     def _memory(self) -> list[Array]:
         return [self._padded.get(index, full) for index, full in enumerate(self._full)]
 
-    def _start(self, whole: Array, source: Array) -> None:
-        self._sources.append(source)
-        self._works.append(cast("Work", self._comm.all_gather_into(whole, source, async_op=True)))
+    def _finish_gather(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._works, self._sources = [], []
 
-    def _start_reduce(self, reduction: _Reduction, first: int, source: Array) -> None:
-        dtype = self._plan.params[first].reduce_dtype
-        output = self._flat(source.shape[0] // self._world, dtype)
-        work = self._comm.reduce_scatter_into(output, source, async_op=True)
-        reduction.sources.append(source)
-        reduction.outputs[first] = output
-        reduction.works.append(cast("Work", work))
+    def _settle(self) -> None:
+        """Wait for a gather that was given up: it must not write into memory given back."""
+        self._finish_gather()
+        self._packed = []
 
-    def _padded_shard(self, index: int, shard: Array) -> Array:
-        """Return a direct parameter's shard with its padding; uncopied where it has room."""
-        spec = self._plan.params[index]
-        length = padded_shard_elements(spec)
-        if spec.storage_dtype == spec.compute_dtype:
-            extended = self._ops.extend(shard, length)
-            if extended is not None:
-                return extended
-        made = self._flat(length, spec.compute_dtype)
-        own = spec.boxes[self._comm.index]
-        self._copy_in("all_gather", made, 0, shard)
-        self._zero(made, own.num_elements)
-        return made
-
-    def _padded_grad(self, index: int, grad: Array | None) -> Array:
-        """Return a direct parameter's gradient with its padding; uncopied where it needs none."""
-        spec = self._plan.params[index]
-        length = padded_shard_elements(spec) * self._world
-        if grad is not None and self._is_ready(spec, grad, length):
-            return self._ops.reshape(grad, (length,))
-        made = self._flat(length, spec.reduce_dtype)
-        if grad is not None:
-            self._copy_in("reduce_scatter", made, 0, grad)
-        self._zero(made, 0 if grad is None else spec.num_elements)
-        return made
-
-    def _is_ready(self, spec: ParamSpec, grad: Array, length: int) -> bool:
-        fits = length == spec.num_elements and self._ops.dtype_of(grad) == spec.reduce_dtype
-        return fits and self._ops.is_contiguous(grad)
-
-    def _pack_shards(self, bucket: Sequence[int], shards: Sequence[Array]) -> Array:
-        made = self._flat(self._bucket_elements(bucket), self._spec(bucket).compute_dtype)
-        self._ops.fill_zero(made)
-        for index, start in self._starts(bucket):
-            self._copy_in("all_gather", made, start, shards[index])
-        return made
-
-    def _unpack(self, bucket: Sequence[int], whole: Array) -> None:
-        length = self._bucket_elements(bucket)
-        for index, start in self._starts(bucket):
-            for rank, box in enumerate(self._plan.params[index].boxes):
-                part = self._prefix_at(whole, rank * length + start, box)
-                self._ops.copy(self._ops.box(self._full[index], box), part)
-            copied = self._plan.params[index].full_bytes
-            note_copy("all_gather", copied_bytes=copied, label=self._label)
-
-    def _pack_grads(self, bucket: Sequence[int], grads: Sequence[Array | None]) -> Array:
-        length = self._bucket_elements(bucket)
-        made = self._flat(length * self._world, self._spec(bucket).reduce_dtype)
-        self._ops.fill_zero(made)
-        for index, start in self._starts(bucket):
-            grad = grads[index]
-            if grad is None:
-                continue
-            for rank, box in enumerate(self._plan.params[index].boxes):
-                self._copy_in(
-                    "reduce_scatter", made, rank * length + start, self._ops.box(grad, box)
-                )
-        return made
-
-    def _cut(self, first: int, output: Array) -> list[tuple[int, Array]]:
-        """Return this rank's boxes in the reduced array that starts with this parameter."""
-        own = self._comm.index
-        if first in self._plan.direct:
-            return [(first, self._prefix_at(output, 0, self._plan.params[first].boxes[own]))]
-        (bucket,) = (bucket for bucket in self._trainable_buckets() if bucket[0] == first)
-        return [
-            (index, self._prefix_at(output, start, self._plan.params[index].boxes[own]))
-            for index, start in self._starts(bucket)
-        ]
-
-    def _trainable_buckets(self) -> list[tuple[int, ...]]:
-        params = self._plan.params
-        kept = [tuple(i for i in bucket if params[i].trainable) for bucket in self._plan.buckets]
-        return [bucket for bucket in kept if bucket]
-
-    def _starts(self, bucket: Sequence[int]) -> list[tuple[int, int]]:
-        """Return each parameter of a bucket and where its part starts, in elements."""
-        starts, place = [], 0
-        for index in bucket:
-            starts.append((index, place))
-            place += padded_shard_elements(self._plan.params[index])
-        return starts
-
-    def _bucket_elements(self, bucket: Sequence[int]) -> int:
-        return sum(padded_shard_elements(self._plan.params[index]) for index in bucket)
-
-    def _prefix_at(self, flat: Array, start: int, box: Box) -> Array:
-        return self._ops.reshape(self._slice(flat, start, box.num_elements), box.sizes)
-
-    def _copy_in(self, kind: str, target: Array, start: int, source: Array) -> None:
-        count = math.prod(source.shape)
-        place = self._ops.reshape(self._slice(target, start, count), source.shape)
-        self._ops.copy(place, source)
-        note_copy(kind, copied_bytes=nbytes(self._ops, place), label=self._label)
-
-    def _zero(self, flat: Array, start: int) -> None:
-        if start < flat.shape[0]:
-            self._ops.fill_zero(self._slice(flat, start, flat.shape[0] - start))
+    def _start_reduce(self, reduction: _Reduction, transfer: Transfer) -> None:
+        source = self._packing.pack_grads(transfer, reduction.grads)
+        part = self._flat(source.shape[0] // self._world, self._ops.dtype_of(source))
+        reduction.outputs.append((transfer, part))
+        if source.shape[0]:
+            reduction.sources.append(source)
+            work = self._comm.reduce_scatter_into(part, source, async_op=True)
+            reduction.works.append(cast("Work", work))
 
     def _flags(self, grads: Sequence[Array | None]) -> Array:
         """Return one number per parameter: 1 where this rank has a gradient."""
@@ -303,7 +274,7 @@ class CollectiveUnit:
     def _used(self, reduction: _Reduction) -> list[bool]:
         """Return which parameters any rank had a gradient for; see Note [used flags]."""
         used = [grad is not None for grad in reduction.grads]
-        if not all(used):
+        if not all(u or not s.trainable for u, s in zip(used, self._plan.params, strict=True)):
             values = array("f", bytes(4 * len(used)))
             self._ops.copy(self._on_host(values), reduction.flags)
             used = [value > 0 for value in values]
@@ -326,7 +297,3 @@ class CollectiveUnit:
             wire_bytes=sum(m * itemsize(d) for m, d in zip(moved, dtypes, strict=True) if d),
             label=self._label,
         )
-
-
-def _segment(start: int, num_elements: int) -> Box:
-    return Box((start,), (num_elements,))

@@ -46,9 +46,16 @@ rank's log for an earlier error or another order of calls; raise timeout_s if it
         self.sequence = sequence
         self.missing = missing
         self.timeout_s = timeout_s
+        waited = f"{operation} number {sequence} of group {group!r} waited {timeout_s} s"
+        if not missing:
+            super().__init__(
+                f"{waited} though every rank arrived: the transfer is stuck or slow. Look at the "
+                f"network between the hosts, or raise timeout_s."
+            )
+            return
         word = "rank" if len(missing) == 1 else "ranks"
         super().__init__(
-            f"{operation} number {sequence} of group {group!r} waited {timeout_s} s and {word} "
-            f"{', '.join(map(str, missing))} did not arrive. Look at that rank's log for an "
-            f"earlier error or another order of calls; raise timeout_s if it is only slow."
+            f"{waited} and {word} {', '.join(map(str, missing))} did not arrive. Look at that "
+            f"rank's log for an earlier error or another order of calls; raise timeout_s if it is "
+            f"only slow."
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hp_comm.errors import CommError
 from hp_comm.trace import note_collective, note_copy
 from hp_comm.verify import check_all_gather, check_array, check_reduce_scatter, check_source
 from hp_comm.wire import nbytes
@@ -71,7 +72,7 @@ class LocalCommunicator:
 
     def broadcast(self, array: Array, *, source: int = 0, async_op: bool = False) -> Work | None:
         """Leave the array as it is."""
-        check_array(self.ops, array, "sum")
+        check_array(self.ops, array)
         check_source(source, 1)
         self._note("broadcast")
         return DoneWork() if async_op else None
@@ -85,7 +86,16 @@ class LocalCommunicator:
         return [value]
 
     def open_unit(self, plan: UnitPlan, *, label: str) -> LocalUnit:
-        """Return a channel that moves nothing."""
+        """Return a channel that moves nothing.
+
+        Raises:
+            CommError: The plan is for another number of ranks.
+        """
+        if plan.world_size != 1:
+            raise CommError(
+                f"unit {label!r} was planned for {plan.world_size} ranks and opened on group "
+                f"{self.name!r} of one. Plan it with world_size=1."
+            )
         return LocalUnit(self, plan, label)
 
     def close(self) -> None:
@@ -98,7 +108,7 @@ class LocalCommunicator:
 class LocalUnit:
     """Implements `hp_comm.ports.UnitChannel` for a group of one.
 
-    A full parameter is the shard itself, unless it has to be cast.
+    A full parameter is the shard itself, unless it has to be cast: what changes one changes both.
 
     Args:
         communicator: The group of one.
@@ -117,7 +127,7 @@ class LocalUnit:
             if spec.storage_dtype != spec.compute_dtype
         }
         self._full: tuple[Array, ...] = ()
-        self._grads: Sequence[Array | None] = ()
+        self._grads: Sequence[Array | None] | None = None
         self._factor = 1.0
 
     @property
@@ -141,25 +151,40 @@ class LocalUnit:
         """Do nothing: the full parameters are the shards."""
 
     def reduce(self, grads: Sequence[Array | None], factor: float) -> None:
-        """Keep the gradients for `wait_reduce`."""
+        """Keep the gradients for `wait_reduce`.
+
+        Raises:
+            CommError: A reduction is under way.
+        """
+        if self._grads is not None:
+            raise CommError(
+                f"a second reduction of unit {self._label!r} was started. Call wait_reduce first."
+            )
         self._note("reduce_scatter")
         self._grads, self._factor = grads, factor
 
     def wait_reduce(self) -> tuple[Array | None, ...]:
-        """Return the gradients; those that must be cast or scaled in new memory."""
-        grads, self._grads = self._grads, ()
+        """Return the gradients in new memory, cast and scaled.
+
+        Raises:
+            CommError: No reduction was started.
+        """
+        grads, self._grads = self._grads, None
+        if grads is None:
+            raise CommError(
+                f"wait_reduce of unit {self._label!r} was called without a reduction under way. "
+                f"Call reduce first."
+            )
         return tuple(
-            None if grad is None else self._finish(grad, spec.reduce_dtype)
+            None if grad is None or not spec.trainable else self._finish(grad, spec.reduce_dtype)
             for grad, spec in zip(grads, self._plan.params, strict=True)
         )
 
     def close(self) -> None:
         """Drop references to the memory."""
-        self._cast, self._full, self._grads = {}, (), ()
+        self._cast, self._full, self._grads = {}, (), None
 
     def _finish(self, grad: Array, dtype: str) -> Array:
-        if self._factor == 1.0 and self._ops.dtype_of(grad) == dtype:
-            return grad
         made = self._ops.empty(grad.shape, dtype)
         self._ops.copy(made, grad)
         note_copy("reduce_scatter", copied_bytes=nbytes(self._ops, made), label=self._label)

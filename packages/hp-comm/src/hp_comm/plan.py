@@ -68,6 +68,11 @@ class ParamSpec:
 
     Raises:
         CommError: The boxes don't cover the tensor exactly once, or a data type is unknown.
+
+    Example:
+        >>> boxes = (Box((0, 0), (2, 3)), Box((2, 0), (2, 3)))
+        >>> ParamSpec("w", (4, 3), boxes, "float32", "bfloat16", "float32").full_bytes
+        24
     """
 
     name: str
@@ -100,10 +105,10 @@ class ParamSpec:
             and all(stop <= size for stop, size in zip(box.stops, self.shape, strict=True))
             for box in self.boxes
         )
-        if held != self.num_elements or not inside:
+        if held != self.num_elements or not inside or _overlap(self.boxes):
             raise CommError(
                 f"the boxes {self.boxes} of parameter {self.name!r} hold {held} elements of a "
-                f"tensor of shape {self.shape}. Pass boxes that cover it exactly once."
+                f"tensor of shape {self.shape}, or overlap. Pass boxes that cover it exactly once."
             )
 
     @property
@@ -129,7 +134,7 @@ class ParamSpec:
 
 @dataclass(frozen=True, slots=True)
 class UnitPlan:
-    """How the parameters of one unit travel."""
+    """How the parameters of one unit travel; made by `plan_unit`."""
 
     params: tuple[ParamSpec, ...]
     """All parameters; everything else names them by their index here."""
@@ -171,6 +176,25 @@ def is_chunked(spec: ParamSpec) -> bool:
         if box.num_elements and box.offsets != (start, *[0] * (len(spec.shape) - 1)):
             return False
     return True
+
+
+def _overlap(boxes: Sequence[Box]) -> bool:
+    """Tell whether two boxes share an element.
+
+    Sweeps along the dim with the most different starts, so that a grid of n boxes costs few more
+    than n comparisons.
+    """
+    filled = [box for box in boxes if box.num_elements]
+    if len(filled) < 2 or not filled[0].ndim:  # noqa: PLR2004
+        return len(filled) > 1
+    dim = max(range(filled[0].ndim), key=lambda d: len({box.offsets[d] for box in filled}))
+    current: list[Box] = []
+    for box in sorted(filled, key=lambda box: box.offsets[dim]):
+        current = [other for other in current if other.stops[dim] > box.offsets[dim]]
+        if any(box.intersect(other) is not None for other in current):
+            return True
+        current.append(box)
+    return False
 
 
 def plan_unit(

@@ -20,11 +20,13 @@ from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Lock, local
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import TracebackType
+
+Trace = TypeVar("Trace", bound="CommTrace")
 
 _active: list[CommTrace] = []
 _lock = Lock()
@@ -70,7 +72,7 @@ class CommTrace:
     def __init__(self) -> None:
         self._events: list[CommEvent] = []
 
-    def __enter__(self) -> CommTrace:
+    def __enter__(self: Trace) -> Trace:
         with _lock:
             _active.append(self)
         return self

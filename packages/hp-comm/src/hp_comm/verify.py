@@ -14,10 +14,11 @@ if TYPE_CHECKING:
 REDUCE_OPS: tuple[str, ...] = get_args(ReduceOp)
 
 
-def check_array(ops: ArrayOps, array: Array, op: str) -> None:
-    """Raise unless the array can be sent as it lies and the operation is known."""
+def check_array(ops: ArrayOps, array: Array, op: str | None = None) -> None:
+    """Raise unless the array can be sent as it lies, and reduced so if it is to be reduced."""
     _check_contiguous(ops, array, "the array")
-    _check_op(ops, array, op)
+    if op is not None:
+        _check_op(ops, array, op)
 
 
 def check_source(source: int, num_ranks: int) -> None:
@@ -74,5 +75,8 @@ def _check_contiguous(ops: ArrayOps, array: Array, what: str) -> None:
 def _check_op(ops: ArrayOps, array: Array, op: str) -> None:
     if op not in REDUCE_OPS:
         raise CommError(f"reduce operation {op!r} isn't known. Pass one of {REDUCE_OPS}.")
-    if op in ("avg", "prod", "sum") and ops.dtype_of(array) == "bool":
+    dtype = ops.dtype_of(array)
+    if op in ("avg", "prod", "sum") and dtype == "bool":
         raise CommError(f"{op!r} of booleans has no meaning. Use max (any) or min (all).")
+    if op in ("max", "min") and dtype.startswith("complex"):
+        raise CommError(f"{op!r} of {dtype} has no meaning: complex numbers have no order.")

@@ -2,31 +2,38 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
+import weakref
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NoReturn, cast
 
 import torch
 import torch.distributed as dist
 
 from hp_comm._torch.ops import TorchOps
-from hp_comm.collective_unit import CollectiveUnit
-from hp_comm.errors import CommTimeoutError
-from hp_comm.trace import note_collective
+from hp_comm._torch.progress import Progress
+from hp_comm._torch.stuck import keep_until_exit
+from hp_comm.collective_unit import open_unit
+from hp_comm.errors import CommError, CommTimeoutError
+from hp_comm.trace import muted, note_collective
 from hp_comm.verify import check_all_gather, check_array, check_reduce_scatter, check_source
 from hp_comm.wire import all_reduce_bytes, nbytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from hp_comm._torch.store import StoreRendezvous
     from hp_comm.plan import UnitPlan
-    from hp_comm.ports import Array, ArrayOps, ReduceOp, Rendezvous, UnitChannel, Work
+    from hp_comm.ports import Array, ArrayOps, ReduceOp, UnitChannel, Work
 
 NATIVE_AVG = ("nccl",)
-REPORT_S = 1.0
-"""How long the ranks that timed out wait for each other's report."""
+NATIVE_DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8",
+                 "bool")  # fmt: skip
+"""What every backend moves and reduces; anything else moves as bytes, or is refused."""
+
+FIRST_LOOK_S = 1.0
+"""A wait that takes longer than this (or a quarter of its time-out) tells the others so."""
 
 REDUCE_OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -42,10 +49,19 @@ class GroupFacts:
     """What is known about a process group before a communicator is made for it."""
 
     name: str
+    """In errors and traces."""
+
     ranks: tuple[int, ...]
+    """Global ranks by group index."""
+
     index: int
+    """Of this process."""
+
     backend: str
+    """What moves the bytes: "gloo", "nccl", "hccl"."""
+
     device: str
+    """Type of the device whose tensors are moved."""
 
 
 class C10dWork:
@@ -72,17 +88,10 @@ class C10dWork:
         self._sequence = owner.sequence
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Return when the output may be read."""
-        work, self._work = self._work, None
-        limit_s = self._owner.timeout_s if timeout_s is None else timeout_s
-        start = time.monotonic()
-        try:
-            if work is not None:
-                work.wait(timedelta(seconds=limit_s))
-        except RuntimeError as error:
-            if time.monotonic() - start < limit_s:
-                raise
-            raise self._owner.timed_out(self._operation, self._sequence, limit_s) from error
+        """Return when the output may be read: on accelerators by what is launched after this."""
+        if self._work is not None:
+            self._owner.finish(self._work, (self._sequence, self._operation), timeout_s)
+            self._work = None
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
@@ -95,10 +104,12 @@ class C10dWork:
 class C10dCommunicator:
     """Implements `hp_comm.ports.Communicator` over a process group.
 
+    On accelerators a wait orders streams and returns; there the time-out is the process group's.
+
     Args:
-        group: torch's process group.
+        group: torch's process group; not kept alive.
         facts: Its name, members and backend.
-        rendezvous: Where ranks report when a wait timed out.
+        store: Where ranks tell each other how far they are, when a wait takes long.
         timeout_s: How long a wait lasts, in seconds.
     """
 
@@ -107,7 +118,7 @@ class C10dCommunicator:
         group: dist.ProcessGroup,
         facts: GroupFacts,
         *,
-        rendezvous: Rendezvous,
+        store: StoreRendezvous,
         timeout_s: float,
     ) -> None:
         self.name = facts.name
@@ -117,8 +128,10 @@ class C10dCommunicator:
         self.ops: ArrayOps = TorchOps(facts.device)
         self.timeout_s = timeout_s
         self.sequence = 0
-        self._group = group
-        self._rendezvous = rendezvous
+        self._is_on_host = facts.device == "cpu"
+        self._group_ref = weakref.ref(group)
+        key = f"hp-comm/progress/{group.group_name}/{'-'.join(map(str, facts.ranks))}"
+        self._progress = Progress(store, key, index=facts.index, ranks=facts.ranks)
 
     def all_gather_into(
         self, output: Array, source: Array, *, async_op: bool = False
@@ -127,7 +140,7 @@ class C10dCommunicator:
         check_all_gather(self.ops, output, source, len(self.ranks))
         self._note("all_gather", nbytes(self.ops, source) * (len(self.ranks) - 1))
         work = dist.all_gather_single(
-            _flat(output), _flat(source), group=self._group, async_op=True
+            self._moved(output), self._moved(source), group=self._group, async_op=True
         )
         return self._end(work, None, "all_gather", async_op)
 
@@ -136,6 +149,7 @@ class C10dCommunicator:
     ) -> Work | None:
         """Reduce every rank's `source` and keep this rank's part in `output`."""
         check_reduce_scatter(self.ops, output, source, op, len(self.ranks))
+        self._check_reduced(output, op)
         self._note("reduce_scatter", nbytes(self.ops, output) * (len(self.ranks) - 1))
         work = dist.reduce_scatter_single(
             _flat(output), _flat(source), self._op(op), group=self._group, async_op=True
@@ -147,17 +161,18 @@ class C10dCommunicator:
     ) -> Work | None:
         """Reduce every rank's `array`, in place, on every rank."""
         check_array(self.ops, array, op)
+        self._check_reduced(array, op)
         self._note("all_reduce", all_reduce_bytes(nbytes(self.ops, array), len(self.ranks)))
         work = dist.all_reduce(_flat(array), self._op(op), group=self._group, async_op=True)
         return self._end(work, self._mean(op, array), "all_reduce", async_op)
 
     def broadcast(self, array: Array, *, source: int = 0, async_op: bool = False) -> Work | None:
         """Overwrite `array` on every rank by that of group index `source`."""
-        check_array(self.ops, array, "sum")
+        check_array(self.ops, array)
         check_source(source, len(self.ranks))
         self._note("broadcast", 0 if source == self.index else nbytes(self.ops, array))
         root = self.ranks[source]
-        work = dist.broadcast(_flat(array), root, group=self._group, async_op=True)
+        work = dist.broadcast(self._moved(array), root, group=self._group, async_op=True)
         return self._end(work, None, "broadcast", async_op)
 
     def barrier(self, *, timeout_s: float | None = None) -> None:
@@ -167,48 +182,110 @@ class C10dCommunicator:
         self.ops.fill_zero(token)
         work = dist.all_reduce(_flat(token), group=self._group, async_op=True)
         C10dWork(work, None, self, "barrier").wait(timeout_s)
+        _flat(token).cpu()  # on accelerators, only this waits for the others
 
     def all_gather_bytes(self, value: bytes) -> list[bytes]:
-        """Return every rank's bytes, by group index."""
-        lengths = self._gather_ints(len(value))
-        longest = max(lengths)
-        if not longest:
-            return [b"" for _ in lengths]
-        own = bytearray(value) + bytearray(longest - len(value))
-        source = torch.frombuffer(own, dtype=torch.uint8)
-        whole = self.ops.empty((longest * len(lengths),), "uint8")
-        self.all_gather_into(whole, cast("Array", source.to(_flat(whole).device)))
-        rows = _flat(whole).cpu().view(len(lengths), longest)
-        return [row[:length].numpy().tobytes() for row, length in zip(rows, lengths, strict=True)]
+        """Return every rank's bytes, by group index; set-up traffic, no trace counts it."""
+        with muted():
+            lengths = [
+                int.from_bytes(raw, "little")
+                for raw in self._gather_rows(len(value).to_bytes(8, "little"), 8)
+            ]
+            rows = self._gather_rows(value, max(lengths))
+        return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
     def open_unit(self, plan: UnitPlan, *, label: str) -> UnitChannel:
-        """Return a channel for one unit."""
-        return CollectiveUnit(self, plan, label)
+        """Return a channel for one unit.
+
+        Raises:
+            CommError: The plan is for another number of ranks.
+            MismatchError: The ranks have different plans.
+        """
+        return open_unit(self, plan, label)
 
     def close(self) -> None:
         """Do nothing: the process group is torch's."""
 
-    def timed_out(self, operation: str, sequence: int, limit_s: float) -> CommTimeoutError:
-        """Return the error for a wait that ended, naming the ranks that didn't report it too."""
-        place = f"hp-comm/late/{self.name}/{self.ranks}/{sequence}"
-        self._rendezvous.put(f"{place}/{self.index}", b"here")
-        end = time.monotonic() + REPORT_S
-        missing = []
-        for index, rank in enumerate(self.ranks):
-            reported = False
-            with contextlib.suppress(TimeoutError):
-                left = max(0.01, end - time.monotonic())
-                reported = bool(self._rendezvous.wait_for(f"{place}/{index}", left))
-            if not reported:
-                missing.append(rank)
-        return CommTimeoutError(operation, self.name, sequence, tuple(missing), limit_s)
+    def finish(self, work: dist.Work, call: tuple[int, str], timeout_s: float | None) -> None:
+        """Wait for a collective of this group.
 
-    def _gather_ints(self, value: int) -> list[int]:
-        device = _flat(self.ops.empty((1,), "int64")).device
-        own = torch.tensor([value], dtype=torch.int64, device=device)
-        whole = torch.empty(len(self.ranks), dtype=torch.int64, device=device)
-        self.all_gather_into(cast("Array", whole), cast("Array", own))
-        return [int(number) for number in whole.tolist()]
+        Args:
+            work: torch's.
+            call: Its number and operation.
+            timeout_s: How long, in seconds; None: the communicator's.
+
+        Raises:
+            CommTimeoutError: It didn't end in time, or a rank is gone.
+            MismatchError: Another rank waits for another operation under this number.
+        """
+        if not self._is_on_host:
+            work.wait()
+            return
+        limit_s = self.timeout_s if timeout_s is None else timeout_s
+        start = time.monotonic()
+        if self._has_ended(work, min(FIRST_LOOK_S, limit_s / 4)):
+            return
+        self._progress.post(self.sequence, call)
+        try:
+            work.wait(timedelta(seconds=max(0.001, start + limit_s - time.monotonic())))
+        except RuntimeError as error:
+            waited_s = limit_s if not work.is_completed() else round(time.monotonic() - start, 1)
+            self._raise(error, work, call, waited_s)
+
+    def _has_ended(self, work: dist.Work, limit_s: float) -> bool:
+        """Wait for a moment; an error of the collective itself shows up in the wait after it."""
+        try:
+            work.wait(timedelta(seconds=limit_s))
+        except RuntimeError:
+            return False
+        return True
+
+    def _raise(
+        self, error: RuntimeError, work: dist.Work, call: tuple[int, str], waited_s: float
+    ) -> NoReturn:
+        sequence, operation = call
+        is_late = not work.is_completed()
+        if is_late:
+            text = f"{operation} number {sequence} of group {self.name!r}"
+            keep_until_exit(work, self._group, text)
+        missing = self._progress.missing(sequence, operation)
+        if missing or is_late:
+            raise CommTimeoutError(operation, self.name, sequence, missing, waited_s) from error
+        raise error
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        group = self._group_ref()
+        if group is None:
+            raise CommError(
+                f"group {self.name!r} of ranks {self.ranks} was used after its process group was "
+                f"destroyed. Ask hp_comm.communicator for another one."
+            )
+        return group
+
+    def _gather_rows(self, value: bytes, length: int) -> list[bytes]:
+        """Return every rank's bytes, filled up to one length."""
+        if not length:
+            return [b"" for _ in self.ranks]
+        own = torch.frombuffer(bytearray(value.ljust(length, b"\0")), dtype=torch.uint8)
+        whole = self.ops.empty((length * len(self.ranks),), "uint8")
+        self.all_gather_into(whole, cast("Array", own.to(_flat(whole).device)))
+        rows = _flat(whole).cpu().view(len(self.ranks), length)
+        return [row.numpy().tobytes() for row in rows]
+
+    def _moved(self, array: Array) -> torch.Tensor:
+        """Return the tensor as backends take it that only move it."""
+        flat = _flat(array)
+        return flat if self.ops.dtype_of(array) in NATIVE_DTYPES else flat.view(torch.uint8)
+
+    def _check_reduced(self, array: Array, op: ReduceOp) -> None:
+        dtype = self.ops.dtype_of(array)
+        is_sum = op in ("sum", "avg")
+        if dtype not in NATIVE_DTYPES and not (dtype.startswith("complex") and is_sum):
+            raise CommError(
+                f"{op!r} of {dtype} was asked for and {self.transport} has none. Cast to one of "
+                f"{NATIVE_DTYPES}."
+            )
 
     def _op(self, op: ReduceOp) -> dist.ReduceOp.RedOpType:
         if op == "avg" and self.transport in NATIVE_AVG:

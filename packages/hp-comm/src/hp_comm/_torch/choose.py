@@ -5,20 +5,22 @@
     cpu, all ranks on one host                shm
     anything else                             the process group's backend (gloo, nccl, hccl)
 
-Communicators are kept per ranks and transport, as long as the default process group lives.
+Communicators are kept per ranks and transport, or per process group where that moves the bytes,
+for as long as the default process group lives.
 """
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import warnings
+import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
 import torch.distributed as dist
 
-from hp_comm import _shm
 from hp_comm._torch.c10d import C10dCommunicator, GroupFacts
 from hp_comm._torch.ops import TorchOps
 from hp_comm._torch.store import StoreRendezvous
@@ -39,13 +41,19 @@ Key = tuple[tuple[int, ...], str, str]
 class _Made:
     """Communicators of one default process group."""
 
-    default: object = None
-    communicators: dict[Key, Communicator] = field(default_factory=dict)
-    num_attempts: dict[Key, int] = field(default_factory=dict)
-    has_warned: bool = False
+    default: weakref.ref[dist.ProcessGroup] | None = None
+    by_ranks: dict[Key, Communicator] = field(default_factory=dict)
+    declined: set[Key] = field(default_factory=set)
+    by_group: weakref.WeakKeyDictionary[dist.ProcessGroup, C10dCommunicator] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+    answers: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, str], Communicator]] = (
+        field(default_factory=weakref.WeakKeyDictionary)
+    )
 
 
 _made = _Made()
+_warned: list[str] = []
 
 
 def communicator(
@@ -53,32 +61,67 @@ def communicator(
 ) -> Communicator:
     """Return the communicator of a group; see `hp_comm.communicator`."""
     wanted = choose_transport(transport)
-    limit_s = choose_timeout(timeout_s)
+    limit_s = None if timeout_s is None else choose_timeout(timeout_s)
     if not dist.is_initialized():
         raise CommError(
             "a communicator was asked for and torch.distributed isn't initialised. Start the "
             "script with torchrun and call torch.distributed.init_process_group first."
         )
-    _forget_stale()
+    made = _forget_stale()
     process_group, name, device = _resolve(group)
-    ranks = tuple(dist.get_process_group_ranks(process_group))
-    key = (ranks, wanted, device)
-    if key not in _made.communicators:
-        facts = GroupFacts(
-            name, ranks, ranks.index(dist.get_rank()), _backend(process_group, device), device
-        )
-        _made.communicators[key] = _make(process_group, facts, wanted, limit_s)
-    return _made.communicators[key]
+    answers = made.answers.setdefault(process_group, {})
+    answer = answers.get((wanted, device))
+    if answer is None:
+        facts = _facts(process_group, name, device)
+        limit_s = limit_s or choose_timeout(None)
+        answer = _ours(made, facts, wanted, limit_s)
+        if answer is None:
+            answer = _torchs(made, process_group, facts, limit_s)
+        answers[wanted, device] = answer
+    return answer
 
 
-def _forget_stale() -> None:
-    default = dist.group.WORLD
-    if _made.default is not default:
-        for old in _made.communicators.values():
+def _ours(made: _Made, facts: GroupFacts, wanted: Transport, limit_s: float) -> Communicator | None:
+    """Return the communicator of these ranks that needs no process group, or None."""
+    key = (facts.ranks, wanted, facts.device)
+    if key not in made.by_ranks and key not in made.declined:
+        found = _make(facts, wanted, limit_s)
+        if found is None:
+            made.declined.add(key)
+        else:
+            made.by_ranks[key] = found
+            made.by_ranks[facts.ranks, found.transport, facts.device] = found
+    return made.by_ranks.get(key)
+
+
+def _torchs(
+    made: _Made, group: dist.ProcessGroup, facts: GroupFacts, limit_s: float
+) -> Communicator:
+    if group not in made.by_group:
+        store = StoreRendezvous(dist.distributed_c10d._get_default_store())
+        made.by_group[group] = C10dCommunicator(group, facts, store=store, timeout_s=limit_s)
+    return made.by_group[group]
+
+
+def _forget_stale() -> _Made:
+    """Return what was made for the default process group of now; drop what was for another."""
+    global _made  # noqa: PLW0603  # one registry, replaced as a whole
+    default = cast("dist.ProcessGroup", dist.group.WORLD)
+    if _made.default is None or _made.default() is not default:
+        for old in _made.by_ranks.values():
             old.close()
-        _made.default = default
-        _made.communicators = {}
-        _made.num_attempts = {}
+        _made = _Made(default=weakref.ref(default))
+    return _made
+
+
+def _facts(group: dist.ProcessGroup, name: str, device: str) -> GroupFacts:
+    ranks, own = tuple(dist.get_process_group_ranks(group)), dist.get_rank()
+    if own not in ranks:
+        raise CommError(
+            f"rank {own} asked for a communicator of group {name!r} of ranks {ranks}, in which it "
+            f"isn't. Ask on its members only."
+        )
+    return GroupFacts(name, ranks, ranks.index(own), _backend(group, device), device)
 
 
 def _resolve(group: object | None) -> tuple[dist.ProcessGroup, str, str]:
@@ -117,44 +160,67 @@ def _backend(group: dist.ProcessGroup, device: str) -> str:
     return pairs.get(device, backend)
 
 
-def _make(
-    group: dist.ProcessGroup, facts: GroupFacts, wanted: Transport, timeout_s: float
-) -> Communicator:
-    rendezvous = StoreRendezvous(dist.distributed_c10d._get_default_store())
+def _make(facts: GroupFacts, wanted: Transport, timeout_s: float) -> Communicator | None:
+    """Return a communicator that needs no process group, or None where that has to serve."""
     ops = TorchOps(facts.device)
-    if len(facts.ranks) == 1 and wanted != "shm":
-        return LocalCommunicator(facts.name, facts.ranks[0], ops)
-    if wanted == "shm" or (wanted == "auto" and facts.device == "cpu"):
-        try:
-            return _shm.connect(
-                name=facts.name,
-                ranks=facts.ranks,
-                index=facts.index,
-                rendezvous=rendezvous,
-                ops=ops,
-                timeout_s=timeout_s,
-                key=_next_key(facts),
+    if wanted in DEVICES:
+        if wanted != facts.backend:
+            raise TransportError(
+                f"transport {wanted!r} was asked for and the process group of {facts.name!r} has "
+                f"{facts.backend!r} for {facts.device}. Make the group with it, or pass 'auto'."
             )
-        except TransportError as error:
-            if wanted == "shm":
-                raise
-            _warn_once(facts, error)
-    return C10dCommunicator(group, facts, rendezvous=rendezvous, timeout_s=timeout_s)
+        return None
+    if wanted == "auto" and len(facts.ranks) == 1:
+        return LocalCommunicator(facts.name, facts.ranks[0], ops)
+    if facts.device != "cpu":
+        if wanted == "shm":
+            raise TransportError(
+                f"transport 'shm' was asked for and group {facts.name!r} moves tensors of device "
+                f"{facts.device!r}. Pass 'auto', or a group of CPU tensors."
+            )
+        return None
+    return _connect(facts, wanted, timeout_s)
 
 
-def _next_key(facts: GroupFacts) -> str:
-    """Return a name in the store that no earlier attempt of these ranks used."""
-    key = (facts.ranks, "shm", facts.device)
-    number = _made.num_attempts.get(key, 0)
-    _made.num_attempts[key] = number + 1
+def _connect(facts: GroupFacts, wanted: Transport, timeout_s: float) -> Communicator | None:
+    store = StoreRendezvous(dist.distributed_c10d._get_default_store())
+    shm = importlib.import_module("hp_comm._shm")
+    try:
+        made: Communicator = shm.connect(
+            name=facts.name,
+            ranks=facts.ranks,
+            index=facts.index,
+            rendezvous=store,
+            ops=TorchOps(facts.device),
+            timeout_s=timeout_s,
+            key=_next_key(store, facts),
+        )
+    except TransportError as error:
+        if wanted == "shm":
+            raise
+        _warn_once(facts, error)
+        return None
+    LOGGER.debug("group %r of ranks %s uses shared memory", facts.name, facts.ranks)
+    return made
+
+
+def _next_key(store: StoreRendezvous, facts: GroupFacts) -> str:
+    """Return a name in the store that no earlier attempt of these ranks used.
+
+    The store may outlive process groups and processes, so it counts: every rank of an attempt
+    adds one, and no rank gets to the next attempt before all have.
+    """
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     ranks = "-".join(map(str, facts.ranks))
-    return f"hp-comm/shm/{restart}/{ranks}/{number}"
+    prefix = f"hp-comm/shm/{restart}/{ranks}"
+    attempt = (store.count_up(f"{prefix}/joined") - 1) // len(facts.ranks)
+    return f"{prefix}/{attempt}"
 
 
 def _warn_once(facts: GroupFacts, error: TransportError) -> None:
-    if not _made.has_warned and facts.index == 0:
-        _made.has_warned = True
-        text = f"group {facts.name!r} uses {facts.backend} instead of shared memory: {error}"
-        LOGGER.warning(text)
-        warnings.warn(text, RuntimeWarning, stacklevel=4)
+    if _warned or facts.index != 0:
+        return
+    text = f"group {facts.name!r} uses {facts.backend} instead of shared memory: {error}"
+    _warned.append(text)
+    # The frames above: _connect, _make, _ours, communicator here, two in api.py.
+    warnings.warn(text, RuntimeWarning, stacklevel=8)

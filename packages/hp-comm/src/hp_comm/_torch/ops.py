@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -36,6 +37,11 @@ def torch_dtype(name: str) -> torch.dtype:
     return found
 
 
+@cache
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 class TorchOps:
     """Implements `hp_comm.ports.ArrayOps`.
 
@@ -53,7 +59,7 @@ class TorchOps:
 
     def dtype_of(self, array: Array) -> str:
         """Return the name of the tensor's data type."""
-        return str(_torch(array).dtype).removeprefix("torch.")
+        return _name_of(_torch(array).dtype)
 
     def empty(self, shape: Sequence[int], dtype: str) -> Array:
         """Return new memory."""

@@ -71,12 +71,14 @@ class NumpyOps:
         COMBINE[op](_np(target), _np(other), out=_np(target))
 
     def scale(self, target: Array, factor: float) -> None:
-        """Multiply in place."""
-        array = _np(target)
-        if np.issubdtype(array.dtype, np.integer):
-            np.floor_divide(array, round(1 / factor), out=array)
+        """Multiply in place; integers are divided by the rounded reciprocal, towards zero."""
+        if np.issubdtype(_np(target).dtype, np.integer):
+            whole = cast("npt.NDArray[np.int64]", target)
+            divisor = whole.dtype.type(round(1 / factor))
+            np.subtract(whole, np.fmod(whole, divisor), out=whole)  # has the dividend's sign
+            np.floor_divide(whole, divisor, out=whole)
         else:
-            np.multiply(array, factor, out=array)
+            np.multiply(_np(target), factor, out=_np(target))
 
     def fill_zero(self, target: Array) -> None:
         """Set every element to zero."""
@@ -99,8 +101,15 @@ class NumpyOps:
     def extend(self, array: Array, num_elements: int) -> Array | None:
         """Return the same memory as a 1-D array of this length, or None."""
         own = _np(array)
-        if not self.is_contiguous(array) or own.size > num_elements:
+        whole = own
+        while isinstance(whole.base, np.ndarray):
+            whole = whole.base
+        if not own.flags.c_contiguous or not whole.flags.c_contiguous or whole.dtype != own.dtype:
             return None
-        if own.size == num_elements:
-            return own.reshape(-1)
-        return None
+        start = (_address(own) - _address(whole)) // own.itemsize
+        flat = whole.reshape(-1)[start : start + num_elements]
+        return flat if flat.size == num_elements else None
+
+
+def _address(array: NumpyArray) -> int:
+    return int(array.__array_interface__["data"][0])
