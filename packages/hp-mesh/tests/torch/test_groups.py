@@ -38,15 +38,17 @@ def test_groups_asked_for_in_different_order_connect_the_lines_of_the_mesh() -> 
 
 
 def gather_flattened(rank: int, world_size: int) -> list[list[int]]:
-    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("a", "b", "c"))
-    flats = [mesh["a", "b"].flatten(), mesh["b", "c"].flatten()]
-    groups = [flat.get_group() for flat in (flats if rank % 2 else reversed(flats))]
-    return [members(group) for group in (groups if rank % 2 else reversed(groups))]
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"))
+    flats = {"ab": mesh["a", "b"].flatten("ab"), "bc": mesh["b", "c"].flatten("bc")}
+    order = ("ab", "bc") if rank in {0, 1, 4, 5} else ("bc", "ab")  # each group has both kinds
+    groups = {name: flats[name].get_group() for name in order}
+    return [members(groups["ab"]), members(groups["bc"])]
 
 
-def test_flattened_groups_asked_for_in_different_order_do_not_hang() -> None:
-    found = run_ranks(gather_flattened, 4)
-    assert found == [[[0, 1, 2, 3], pair] for pair in ([0, 1], [0, 1], [2, 3], [2, 3])]
+def test_flattened_groups_asked_for_in_different_order_connect_their_ranks() -> None:
+    found = run_ranks(gather_flattened, 8)
+    columns, halves = [[0, 2, 4, 6], [1, 3, 5, 7]], [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert found == [[columns[rank % 2], halves[rank // 4]] for rank in range(8)]
 
 
 def reuse(rank: int, world_size: int) -> list[bool]:
