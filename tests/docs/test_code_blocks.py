@@ -65,6 +65,7 @@ def _command(block: Block, script: Path) -> list[str]:
     return [sys.executable, *launcher, f"--nproc-per-node={block.num_ranks}", str(script)]
 
 
+@pytest.mark.timeout(120)  # launching ranks takes long on a busy machine
 @pytest.mark.parametrize("block", _blocks("python"), ids=lambda block: block.label)
 def test_python_block_runs(block: Block, tmp_path: Path) -> None:
     script = tmp_path / "block.py"
@@ -75,7 +76,7 @@ def test_python_block_runs(block: Block, tmp_path: Path) -> None:
         env={**os.environ, **ENV},
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=110,
         check=False,
     )
     assert result.returncode == 0, result.stderr
