@@ -273,3 +273,27 @@ def _is_mapped(place: str) -> bool:
         line.startswith(place)
         for line in Path("/proc/self/maps").read_text(encoding="ascii").splitlines()
     )
+
+
+def test_fence_on_a_machine_that_reorders_is_a_real_barrier(monkeypatch):
+    calls = []
+    barrier = kernel._membarrier
+    monkeypatch.setattr(kernel, "_NEEDS_FENCE", True)
+    monkeypatch.setattr(
+        kernel, "_membarrier", lambda *args: calls.append((args[1:], barrier(*args)))
+    )
+    mine, theirs = new_counters(2)
+    theirs.publish(POSTED, 1)  # one after the data, before the number
+    assert mine.is_soon(POSTED, 1)  # one after the number, before the data
+    global_expedited = (2, 0, 0)  # linux/membarrier.h
+    assert calls == [(global_expedited, 0)] * 2
+
+
+@pytest.mark.parametrize(
+    ("platform", "futex"), [("darwin", 202), ("linux", -1)], ids=["system", "machine"]
+)
+def test_other_platform_is_named_in_the_reason(monkeypatch, platform, futex):
+    monkeypatch.setattr("sys.platform", platform)
+    monkeypatch.setattr(kernel, "_FUTEX", futex)
+    reason = kernel.why_unsupported.__wrapped__()
+    assert f"needs 64-bit Linux on x86_64 or aarch64, this is {platform}" in reason
