@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from hp_comm.ports import ArrayOps, Communicator, Rendezvous
 
 _NONCE_BYTES = 32
-_SLICE_S = 0.5
+_SLICE_S, _LAST_SLICE_S = 0.1, 0.5
 Note = dict[str, Any]
 
 
@@ -240,7 +240,7 @@ class _Forming:
         deadline, (index, handover) = time.monotonic() + timeout_s, teller
         while True:
             is_gone, start = index in handover.lost(), time.monotonic()
-            slice_s = min(_SLICE_S, max(0.05, deadline - start))
+            slice_s = min(_LAST_SLICE_S if is_gone else _SLICE_S, max(0.05, deadline - start))
             try:
                 raw = self.rendezvous.wait_for(f"{self.key}/{what}", slice_s)
             except TimeoutError:
