@@ -8,8 +8,9 @@
     waits for all votes                <-   vote: the nonce as read, or why not
     says the verdict                   ->   all take it, or all raise the same error
 
-Offer, reports, votes and verdict go through the rendezvous. That ranks share a host is proved by
-the nonce, never by a host's name. Index 0 alone decides, so nobody can come to another result; a
+Offer, reports, votes and verdict go through the rendezvous; who has stored one nudges the reader
+over the connection, which tells a death from a delay. That ranks share a host is proved by the
+nonce, never by a host's name. Index 0 alone decides, so nobody can come to another result; a
 rank that doesn't come in time is a time-out on every rank, not a reason to use something else.
 """
 
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from hp_comm.ports import ArrayOps, Communicator, Rendezvous
 
 _NONCE_BYTES = 32
-_SLICE_S, _LAST_SLICE_S = 0.1, 0.5
+_STORED_LONG_AGO_S = 0.5
 Note = dict[str, Any]
 
 
@@ -98,14 +99,15 @@ class _Forming:
             raise self._refusal()
         self._put("offer", {"address": self.door.address, "token": self.door.token.hex()})
         for peer in self.peers:
-            self._hear(peer, "report", Handover(0, {}))
+            self._hear(peer, "report")
         handover = self._hand_over()
         if not self._has_failed():
             for peer in self.peers:
-                vote = self._hear(peer, "vote", handover)
+                vote = self._hear(peer, "vote") if self._has_voted(handover, peer) else None
                 if vote is not None and vote.get("nonce") != nonce.hex():
                     self.problems[peer] = "it sees other memory than this rank"
         self._put("verdict", {"problems": self.problems, "missing": self.missing})
+        handover.nudge()
         self.door.close()
         if self._has_failed():
             handover.close()  # after the verdict: whoever sees this finds it
@@ -115,7 +117,7 @@ class _Forming:
 
     def follow(self) -> tuple[Handover, Mapping]:
         """Play the part of any other index."""
-        offer = self._get("offer", self.seat.timeout_s, Handover(self.seat.index, {}))
+        offer = self._get("offer", self.seat.timeout_s)
         if "problem" in offer:
             self.problems[0] = offer["problem"]
             raise self._refusal()
@@ -126,8 +128,8 @@ class _Forming:
         if not problem:
             mapping, vote = self._look_inside(handover)
             self._tell("vote", vote)
-        # Index 0 may still wait for others as long as it may; then it tells.
-        verdict = self._get("verdict", 2 * self.seat.timeout_s, handover)
+            handover.nudge()
+        verdict = self._await_verdict(handover)
         self.problems = {int(peer): text for peer, text in dict(verdict["problems"]).items()}
         self.missing = list(verdict["missing"])
         if mapping is None or self._has_failed():
@@ -197,12 +199,26 @@ class _Forming:
             return None, {"problem": f"could not get the segment: {error}"}
         return mapping, {"nonce": Board(mapping, num_ranks, self.seat.index).nonce().hex()}
 
-    def _hear(self, peer: int, what: str, handover: Handover) -> Note | None:
+    def _has_voted(self, handover: Handover, peer: int) -> bool:
+        """Return when a peer has voted; False if it won't: it died, or the time is over."""
+        if not handover.is_nudged(peer, self._left_s()):
+            self.missing.append(peer)
+        return peer not in self.missing
+
+    def _await_verdict(self, handover: Handover) -> Note:
+        limit_s = 2 * self.seat.timeout_s  # index 0 may wait for others until its own time-out
+        if self.connections and handover.is_nudged(0, limit_s):
+            limit_s = self.seat.timeout_s
+        elif self.connections:  # what index 0 had to say was stored before the connection closed
+            limit_s = _STORED_LONG_AGO_S
+        return self._get("verdict", limit_s)
+
+    def _hear(self, peer: int, what: str) -> Note | None:
         """Return what a peer told, or None where it told of a problem or nothing."""
         if peer in self.missing:
             return None
         try:
-            note = self._read(f"{what}/{peer}", self._left_s(), (peer, handover))
+            note = self._read(f"{what}/{peer}", self._left_s())
         except TimeoutError:
             self.missing.append(peer)
             return None
@@ -235,29 +251,17 @@ class _Forming:
     def _tell(self, what: str, note: Note) -> None:
         self._put(f"{what}/{self.seat.index}", note)
 
-    def _read(self, what: str, timeout_s: float, teller: tuple[int, Handover]) -> Note:
-        """Return what a rank told; give up early where its connection is closed."""
-        deadline, (index, handover) = time.monotonic() + timeout_s, teller
-        while True:
-            is_gone, start = index in handover.lost(), time.monotonic()
-            slice_s = min(_LAST_SLICE_S if is_gone else _SLICE_S, max(0.05, deadline - start))
-            try:
-                raw = self.rendezvous.wait_for(f"{self.key}/{what}", slice_s)
-            except TimeoutError:
-                end = time.monotonic()
-                if is_gone or end >= deadline or end - start < slice_s / 2:  # the store is gone
-                    raise
-            else:
-                note: Note = json.loads(raw)
-                return note
+    def _read(self, what: str, timeout_s: float) -> Note:
+        note: Note = json.loads(self.rendezvous.wait_for(f"{self.key}/{what}", timeout_s))
+        return note
 
-    def _get(self, what: str, timeout_s: float, handover: Handover) -> Note:
+    def _get(self, what: str, timeout_s: float) -> Note:
         """Return what index 0 told all.
 
         Raises:
             CommTimeoutError: It told nothing.
         """
         try:
-            return self._read(what, timeout_s, (0, handover))
+            return self._read(what, timeout_s)
         except TimeoutError as error:
             raise self.seat.timed_out("making the group", 1, (0,), timeout_s) from error

@@ -8,6 +8,7 @@ and the kernel closes them when a process dies, however that happened.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hmac
 import os
@@ -23,6 +24,7 @@ _GREETING = struct.Struct("<8sI32s")
 _PARCEL = struct.Struct("<QQ")
 _CREDENTIALS = struct.Struct("3i")
 _MAGIC = b"hp-shm-1"
+_NUDGE = b"!"
 _TOKEN_BYTES = 32
 _GREETING_LIMIT_S = 2.0
 _TEXT_BYTES = 512
@@ -236,6 +238,24 @@ class Handover:
                 f"{self._number} of {num_bytes} bytes",
             )
         return Segment.adopt(descriptors[0], num_bytes)
+
+    def nudge(self) -> None:
+        """Wake whoever asks `is_nudged` at the other ends."""
+        for connection in self._connections.values():
+            connection.settimeout(_GREETING_LIMIT_S)
+            with contextlib.suppress(OSError):  # gone: found out by whoever waits for it
+                connection.send(_NUDGE)
+
+    def is_nudged(self, index: int, timeout_s: float) -> bool:
+        """Return when the other end nudged; False where it is closed, or the time is over."""
+        connection = self._connections[index]
+        connection.settimeout(timeout_s)
+        try:
+            while (message := connection.recv(len(_NUDGE))) not in {_NUDGE, b""}:
+                pass  # a segment that came too late
+        except OSError:
+            return False
+        return message == _NUDGE
 
     def lost(self) -> tuple[int, ...]:
         """Return the group indices whose end of the connection is closed: they ended or died."""
