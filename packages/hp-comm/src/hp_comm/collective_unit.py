@@ -22,6 +22,7 @@ from hp_comm.errors import CommError, MismatchError
 from hp_comm.packing import Packing, Transfer
 from hp_comm.plan import itemsize
 from hp_comm.trace import muted, note_collective
+from hp_comm.verify import check_unit_arrays
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -102,6 +103,9 @@ class CollectiveUnit:
         self._label = label
         self._plan = plan
         self._packing = Packing(self._ops, plan, communicator.index, label)
+        own = communicator.index
+        self._shards = [(spec.name, spec.boxes[own].sizes) for spec in plan.params]
+        self._grads = [(spec.name, spec.shape) for spec in plan.params]
         self._padded: dict[int, Array] = {}
         self._full = tuple(self._make_full(index) for index in range(len(plan.params)))
         self._works: list[Work] = []
@@ -121,8 +125,7 @@ class CollectiveUnit:
         Raises:
             CommError: A shard doesn't fit its box.
         """
-        own = self._comm.index
-        self._check("shard", shards, [spec.boxes[own].sizes for spec in self._plan.params])
+        check_unit_arrays(self._label, "shard", shards, self._shards)
         self._settle()
         self._note("all_gather", [spec.compute_dtype for spec in self._plan.params])
         self._restore()
@@ -159,7 +162,7 @@ class CollectiveUnit:
             CommError: A reduction is under way, or a gradient doesn't fit its parameter.
         """
         specs = self._plan.params
-        self._check("gradient", grads, [spec.shape for spec in specs])
+        check_unit_arrays(self._label, "gradient", grads, self._grads)
         if self._reduction is not None:
             raise CommError(
                 f"a second reduction of unit {self._label!r} was started. Call wait_reduce first."
@@ -205,21 +208,6 @@ class CollectiveUnit:
     @property
     def _world(self) -> int:
         return self._plan.world_size
-
-    def _check(
-        self, what: str, arrays: Sequence[Array | None], shapes: Sequence[tuple[int, ...]]
-    ) -> None:
-        if len(arrays) != len(shapes):
-            raise CommError(
-                f"unit {self._label!r} of {len(shapes)} parameters was given {len(arrays)} "
-                f"{what}s. Pass one per parameter."
-            )
-        for spec, given, shape in zip(self._plan.params, arrays, shapes, strict=True):
-            if given is not None and tuple(given.shape) != shape:
-                raise CommError(
-                    f"the {what} of parameter {spec.name!r} of unit {self._label!r} has shape "
-                    f"{tuple(given.shape)}. Pass one of shape {shape}."
-                )
 
     def _flat(self, num_elements: int, dtype: str) -> Array:
         return self._ops.empty((num_elements,), dtype)

@@ -6,7 +6,13 @@ from typing import TYPE_CHECKING
 
 from hp_comm.errors import CommError
 from hp_comm.trace import note_collective, note_copy
-from hp_comm.verify import check_all_gather, check_array, check_reduce_scatter, check_source
+from hp_comm.verify import (
+    check_all_gather,
+    check_array,
+    check_reduce_scatter,
+    check_source,
+    check_unit_arrays,
+)
 from hp_comm.wire import nbytes
 
 if TYPE_CHECKING:
@@ -126,6 +132,7 @@ class LocalUnit:
             for index, spec in enumerate(plan.params)
             if spec.storage_dtype != spec.compute_dtype
         }
+        self._whole = [(spec.name, spec.shape) for spec in plan.params]
         self._full: tuple[Array, ...] = ()
         self._grads: Sequence[Array | None] | None = None
         self._factor = 1.0
@@ -136,7 +143,12 @@ class LocalUnit:
         return self._plan
 
     def gather(self, shards: Sequence[Array]) -> None:
-        """Cast the shards that need it."""
+        """Cast the shards that need it.
+
+        Raises:
+            CommError: A shard doesn't fit its parameter.
+        """
+        check_unit_arrays(self._label, "shard", shards, self._whole)
         self._note("all_gather")
         for index, made in self._cast.items():
             self._ops.copy(made, shards[index])
@@ -154,8 +166,9 @@ class LocalUnit:
         """Keep the gradients for `wait_reduce`.
 
         Raises:
-            CommError: A reduction is under way.
+            CommError: A reduction is under way, or a gradient doesn't fit its parameter.
         """
+        check_unit_arrays(self._label, "gradient", grads, self._whole)
         if self._grads is not None:
             raise CommError(
                 f"a second reduction of unit {self._label!r} was started. Call wait_reduce first."

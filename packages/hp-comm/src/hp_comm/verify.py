@@ -9,6 +9,8 @@ from hp_comm.errors import CommError
 from hp_comm.ports import ReduceOp
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from hp_comm.ports import Array, ArrayOps
 
 REDUCE_OPS: tuple[str, ...] = get_args(ReduceOp)
@@ -43,6 +45,33 @@ def check_reduce_scatter(
     _check_pair(ops, output, source)
     _check_op(ops, source, op)
     _check_sizes("reduce_scatter_into", source, output, num_ranks)
+
+
+def check_unit_arrays(
+    label: str,
+    what: str,
+    arrays: Sequence[Array | None],
+    wanted: Sequence[tuple[str, tuple[int, ...]]],
+) -> None:
+    """Raise unless a unit was given one array per parameter, of the right shape.
+
+    Args:
+        label: The unit's name.
+        what: What the arrays are: "shard" or "gradient".
+        arrays: What was given; None where there is none.
+        wanted: Name and shape for each parameter.
+    """
+    if len(arrays) != len(wanted):
+        raise CommError(
+            f"unit {label!r} of {len(wanted)} parameters was given {len(arrays)} {what}s. Pass "
+            f"one per parameter."
+        )
+    for given, (name, shape) in zip(arrays, wanted, strict=True):
+        if given is not None and tuple(given.shape) != shape:
+            raise CommError(
+                f"the {what} of parameter {name!r} of unit {label!r} has shape "
+                f"{tuple(given.shape)}. Pass one of shape {shape}."
+            )
 
 
 def _check_sizes(call: str, large: Array, small: Array, num_ranks: int) -> None:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from hp_comm._torch.ops import TorchOps
-from hp_comm._torch.progress import Progress
+from hp_comm._torch.progress import FAILURE_GRACE_S, TIME_OUT_GRACE_S, Progress
 from hp_comm._torch.stuck import keep_until_exit
 from hp_comm.collective_unit import open_unit
 from hp_comm.errors import CommError, CommTimeoutError
@@ -248,7 +248,8 @@ class C10dCommunicator:
         if is_late:
             text = f"{operation} number {sequence} of group {self.name!r}"
             keep_until_exit(work, self._group, text)
-        missing = self._progress.missing(sequence, operation)
+        grace_s = TIME_OUT_GRACE_S if is_late else FAILURE_GRACE_S
+        missing = self._progress.missing(sequence, operation, grace_s)
         if missing or is_late:
             raise CommTimeoutError(operation, self.name, sequence, missing, waited_s) from error
         raise error

@@ -1,7 +1,7 @@
 """Which ranks of a group have not arrived at a collective, when a wait for it ends in vain.
 
 A rank whose wait takes longer than a moment posts the number of the last collective it started.
-A rank whose wait is over posts too, gives the others a second to do the same, and reads: who
+A rank whose wait is over posts too, gives the others a moment to do the same, and reads: who
 posted a lower number, or nothing, isn't here. Short waits post nothing.
 """
 
@@ -16,8 +16,11 @@ from hp_comm.errors import MismatchError
 if TYPE_CHECKING:
     from hp_comm._torch.store import StoreRendezvous
 
-REPORT_S = 1.0
-"""How long the others have to post, once a wait is over."""
+TIME_OUT_GRACE_S = 1.0
+"""How long the others have to post, once a wait is over: who came has posted by then."""
+
+FAILURE_GRACE_S = 3.0
+"""The same where a collective failed before that: the others have to find out first."""
 
 _POLL_S = 0.02
 
@@ -51,13 +54,18 @@ class Progress:
         with contextlib.suppress(RuntimeError):  # the rank that holds the store may be gone
             self._store.put(f"{self._key}/{self._index}", text.encode())
 
-    def missing(self, sequence: int, operation: str) -> tuple[int, ...]:
-        """Return the global ranks that didn't say within a second that they have started it.
+    def missing(self, sequence: int, operation: str, grace_s: float) -> tuple[int, ...]:
+        """Return the global ranks that don't say that they have started a collective.
+
+        Args:
+            sequence: Its number.
+            operation: Its name.
+            grace_s: How long they have to say so, in seconds.
 
         Raises:
             MismatchError: A rank waits for another operation under this number.
         """
-        end = time.monotonic() + REPORT_S
+        end = time.monotonic() + grace_s
         late = [index for index in range(len(self._ranks)) if index != self._index]
         while late and time.monotonic() < end:
             late = [index for index in late if not self._has_started(index, sequence, operation)]

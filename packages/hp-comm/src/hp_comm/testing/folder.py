@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import time
 import uuid
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import os
 
 _POLL_S = 0.002
 

@@ -139,8 +139,8 @@ class ThreadCommunicator:
         """Concatenate every rank's `source` in `output`, by group index."""
         check_all_gather(self.ops, output, source, len(self.ranks))
         self._start("all_gather", nbytes(self.ops, source) * (len(self.ranks) - 1))
-        parts = self._parts(output)
-        for part, given in zip(parts, self._exchange("all_gather", source), strict=True):
+        for rank, given in enumerate(self._exchange("all_gather", source)):
+            part = self._part(output, rank)
             self.ops.copy(part, self.ops.reshape(given, part.shape))
         return self._end("all_gather", async_op)
 
@@ -151,8 +151,8 @@ class ThreadCommunicator:
         check_reduce_scatter(self.ops, output, source, op, len(self.ranks))
         self._start("reduce_scatter", nbytes(self.ops, output) * (len(self.ranks) - 1))
         given = self._exchange("reduce_scatter", source, op)
-        own = [self._parts(array)[self.index] for array in given]
-        self._fold(output, [self.ops.reshape(part, output.shape) for part in own], op)
+        own = [self.ops.reshape(self._part(array, self.index), output.shape) for array in given]
+        self._fold(output, own, op)
         return self._end("reduce_scatter", async_op)
 
     def all_reduce(
@@ -201,11 +201,11 @@ class ThreadCommunicator:
     def close(self) -> None:
         """Do nothing: the memory is Python's."""
 
-    def _parts(self, whole: Array) -> list[Array]:
-        """Return a contiguous array's equal parts, one per rank."""
+    def _part(self, whole: Array, rank: int) -> Array:
+        """Return one rank's part of a contiguous array, as a 1-D view."""
         length = math.prod(whole.shape)
         flat, part = self.ops.reshape(whole, (length,)), length // len(self.ranks)
-        return [self.ops.box(flat, Box((part * rank,), (part,))) for rank in self.ranks]
+        return self.ops.box(flat, Box((part * rank,), (part,)))
 
     def _fold(self, target: Array, arrays: Sequence[Array], op: ReduceOp) -> None:
         self.ops.copy(target, arrays[0])
