@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from typing import Literal, cast, get_args
 
@@ -39,7 +40,7 @@ def choose_timeout(asked_s: float | None) -> float:
     """Return the time-out of waits in seconds: the argument, the environment's, or 300.
 
     Raises:
-        CommError: It isn't a number above 0.
+        CommError: It isn't a finite number above 0.
 
     Example:
         >>> choose_timeout(5)
@@ -50,9 +51,9 @@ def choose_timeout(asked_s: float | None) -> float:
         number = float(value)
     except ValueError:
         number = 0.0
-    if not number > 0:
+    if not 0 < number < math.inf:
         raise CommError(
             f"a time-out of {value!r} s was asked for (argument timeout_s, or "
-            f"{TIMEOUT_VARIABLE}). Pass a number above 0."
+            f"{TIMEOUT_VARIABLE}). Pass a finite number above 0."
         )
     return number

@@ -82,13 +82,15 @@ class Meeting:
                 self._changed.notify_all()
             else:
                 self._changed.wait_for(lambda: self._is_settled(call), limit_s)
-            missing = tuple(sorted(set(range(self.num_ranks)) - call.keys.keys()))
+            missing = set(range(self.num_ranks)) - call.keys.keys()
             if missing:
                 waited_s = limit_s
-                if self._gone.issuperset(missing):
+                if missing & self._gone:
+                    missing &= self._gone  # the others may still come
                     waited_s = round(min(limit_s, time.monotonic() - start), 3)
                 operation, _, _ = key.partition(" ")
-                raise CommTimeoutError(operation, "threads", place[0], missing, waited_s)
+                named = tuple(sorted(missing))
+                raise CommTimeoutError(operation, "threads", place[0], named, waited_s)
             self._leave(place, call)
             if len(set(call.keys.values())) > 1:
                 raise MismatchError(
