@@ -184,6 +184,25 @@ def test_asynchronous_calls_finish_in_any_order_of_waits():
     assert run_shm_threads(run, 2) == [[1.0, 21.0, 41.0, 61.0]] * 2
 
 
+def test_fast_rank_does_not_overwrite_what_a_slow_one_has_yet_to_read():
+    def run(comm):
+        outputs = [np.empty(2) for _ in range(3)]
+        sources = [np.array([10.0 * number + comm.index]) for number in range(3)]
+        if comm.index == 0:
+            for output, source in zip(outputs, sources, strict=True):
+                comm.all_gather_into(output, source)
+            return [output.tolist() for output in outputs]
+        works = [comm.all_gather_into(outputs[i], sources[i], async_op=True) for i in range(2)]
+        time.sleep(0.3)  # the other rank has all it needs for its first two calls
+        for work in works:
+            work.wait()
+        comm.all_gather_into(outputs[2], sources[2])
+        return [output.tolist() for output in outputs]
+
+    expected = [[0.0, 1.0], [10.0, 11.0], [20.0, 21.0]]
+    assert run_shm_threads(run, 2) == [expected] * 2
+
+
 def test_work_reports_completion_and_makes_progress_when_asked():
     def run(comm):
         array = np.ones(3 * STAGE_BYTES // 8)

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hp_comm._shm import counters as counters_module
 from hp_comm._shm import kernel, pages
 from hp_comm._shm.blocks import BlockPool
 from hp_comm._shm.collective import _spans
@@ -87,12 +88,13 @@ def test_sleep_without_the_others_returns_who_is_missing():
     assert first.sleep(POSTED, 1, 0.05, look_at_nothing) == (2,)
 
 
-def test_sleep_is_woken_by_a_publish_within_a_slice():
+def test_sleep_is_woken_by_a_publish_amid_a_slice(monkeypatch):
+    monkeypatch.setattr(counters_module, "_FIRST_SLICE_S", 10.0)
     mine, theirs = new_counters(2)
-    timer = threading.Timer(0.2, theirs.publish, (POSTED, 1))
+    timer = threading.Timer(0.1, theirs.publish, (POSTED, 1))
     timer.start()
     start = time.monotonic()
-    assert mine.sleep(POSTED, 1, 10.0, look_at_nothing) == ()
+    assert mine.sleep(POSTED, 1, 20.0, look_at_nothing) == ()
     assert time.monotonic() - start < 5.0
     timer.join()
 
