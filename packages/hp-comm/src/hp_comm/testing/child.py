@@ -105,6 +105,10 @@ def _load_module(path: str, name: str) -> ModuleType:
 
 
 def _join_group(rank: int, world_size: int, channel: Connection) -> None:
-    """Set up process groups where a framework is installed that has them."""
-    if importlib.util.find_spec("torch") is not None:
+    """Set up process groups where a framework is installed that has them.
+
+    A folder of tests named `torch` isn't torch: such a spec has no origin.
+    """
+    spec = importlib.util.find_spec("torch")
+    if spec is not None and spec.origin is not None:
         importlib.import_module("hp_comm._torch.join").join_group(rank, world_size, channel)
