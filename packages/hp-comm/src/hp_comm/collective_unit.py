@@ -69,6 +69,13 @@ def open_unit(communicator: Communicator, plan: UnitPlan, label: str) -> Collect
     Raises:
         CommError: The plan is for another number of ranks.
         MismatchError: The ranks have different plans.
+
+    Example:
+        >>> from hp_comm.testing import run_threads
+        >>> from hp_comm.testing.units import chunked_plan
+        >>> plan = chunked_plan(2, [((4, 3), 0)])
+        >>> run_threads(lambda comm: open_unit(comm, plan, "layers.0").plan == plan, 2)
+        [True, True]
     """
     ranks = communicator.ranks
     if plan.world_size != len(ranks):

@@ -40,6 +40,11 @@ class LocalCommunicator:
         name: The group's name in traces.
         rank: This process's global rank.
         ops: The tensor operations.
+
+    Example:
+        >>> from hp_comm.testing import NumpyOps
+        >>> LocalCommunicator("world", 0, NumpyOps()).all_gather_bytes(b"mine")
+        [b'mine']
     """
 
     transport = "local"

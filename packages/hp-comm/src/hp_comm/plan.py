@@ -134,7 +134,14 @@ class ParamSpec:
 
 @dataclass(frozen=True, slots=True)
 class UnitPlan:
-    """How the parameters of one unit travel; made by `plan_unit`."""
+    """How the parameters of one unit travel; made by `plan_unit`.
+
+    Example:
+        >>> boxes = (Box((0,), (2,)), Box((2,), (2,)))
+        >>> spec = ParamSpec("bias", (4,), boxes, "float32", "float32", "float32")
+        >>> plan_unit([spec], world_size=2).buckets
+        ((0,),)
+    """
 
     params: tuple[ParamSpec, ...]
     """All parameters; everything else names them by their index here."""
@@ -166,7 +173,13 @@ def padded_shard_elements(spec: ParamSpec) -> int:
 
 
 def is_chunked(spec: ParamSpec) -> bool:
-    """Tell whether the shards are the ceil chunks of dim 0, in group order."""
+    """Tell whether the shards are the ceil chunks of dim 0, in group order.
+
+    Example:
+        >>> boxes = (Box((0,), (1,)), Box((1,), (2,)))
+        >>> is_chunked(ParamSpec("w", (3,), boxes, "float32", "float32", "float32"))
+        False
+    """
     if not spec.shape:
         return len(spec.boxes) == 1
     for index, box in enumerate(spec.boxes):

@@ -138,14 +138,28 @@ def note_collective(
 
 
 def note_copy(kind: str, *, copied_bytes: int, label: str = "") -> None:
-    """Report bytes copied for a collective of this kind that aren't on the wire."""
+    """Report bytes copied for a collective of this kind that aren't on the wire.
+
+    Example:
+        >>> with CommTrace() as trace:
+        ...     note_copy("all_gather", copied_bytes=24, label="layers.0")
+        >>> trace.copied_bytes("all_gather")
+        24
+    """
     if _active and copied_bytes:
         _record(CommEvent(kind, label, "", "", 0, 0, copied_bytes))
 
 
 @contextmanager
 def muted() -> Iterator[None]:
-    """Report nothing from this thread inside: the caller reports the whole as one."""
+    """Report no collective of this thread inside: the caller reports the whole as one.
+
+    Example:
+        >>> with CommTrace() as trace, muted():
+        ...     note_collective("all_reduce", group="dp", transport="shm", wire_bytes=8)
+        >>> trace.counts()
+        {}
+    """
     before = getattr(_local, "muted", False)
     _local.muted = True
     try:

@@ -12,7 +12,13 @@ if TYPE_CHECKING:
 
 
 def nbytes(ops: ArrayOps, array: Array) -> int:
-    """Return the bytes of an array's elements."""
+    """Return the bytes of an array's elements.
+
+    Example:
+        >>> from hp_comm.testing import NumpyOps
+        >>> nbytes(NumpyOps(), NumpyOps().empty((2, 3), "float64"))
+        48
+    """
     return math.prod(array.shape) * itemsize(ops.dtype_of(array))
 
 

@@ -72,6 +72,12 @@ def traced(comm: Communicator, call: Callable[[], object]) -> tuple[CommTrace, l
     Args:
         comm: The group.
         call: What is traced.
+
+    Example:
+        >>> from hp_comm.testing import run_threads
+        >>> traces = run_threads(lambda comm: traced(comm, comm.barrier), 2)
+        >>> [(trace.counts(), indices) for trace, indices in traces]
+        [({'barrier': 2}, [0, 1]), ({'barrier': 2}, [0, 1])]
     """
     own = str(os.getpid()).encode()
     with CommTrace() as trace:

@@ -43,6 +43,10 @@ class Meeting:
     Args:
         num_ranks: How many threads meet.
         timeout_s: How long a thread waits for the others, in seconds.
+
+    Example:
+        >>> Meeting(1, timeout_s=1.0).exchange(0, (1, "start"), "greeting", "hello")
+        ['hello']
     """
 
     def __init__(self, num_ranks: int, timeout_s: float) -> None:
@@ -123,6 +127,10 @@ class ThreadCommunicator:
         meeting: The group.
         index: This thread's group index.
         ops: The tensor operations; numpy's if left out.
+
+    Example:
+        >>> ThreadCommunicator(Meeting(1, timeout_s=1.0), index=0).all_gather_bytes(b"mine")
+        [b'mine']
     """
 
     name = "threads"

@@ -77,6 +77,11 @@ def read(ops: ArrayOps, array: Array) -> Floats:
     Args:
         ops: The framework's operations.
         array: Of any real data type.
+
+    Example:
+        >>> from hp_comm.testing import NumpyOps
+        >>> read(NumpyOps(), put(NumpyOps(), np.ones(2), "int8"))
+        array([1., 1.])
     """
     shape = tuple(array.shape)
     buffer = bytearray(8 * math.prod(shape))
