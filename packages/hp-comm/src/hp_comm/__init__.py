@@ -9,7 +9,13 @@ from hp_comm.api import (
     communicator,
     reduce_scatter_into,
 )
-from hp_comm.errors import CommError, CommTimeoutError, MismatchError, TransportError
+from hp_comm.errors import (
+    CommError,
+    CommTimeoutError,
+    MismatchError,
+    TransferError,
+    TransportError,
+)
 from hp_comm.plan import ParamSpec, UnitPlan, plan_unit
 from hp_comm.ports import Array, ArrayOps, Communicator, ReduceOp, UnitChannel, Work
 from hp_comm.trace import CommDebugMode, CommEvent, CommTrace
@@ -26,6 +32,7 @@ __all__ = [
     "MismatchError",
     "ParamSpec",
     "ReduceOp",
+    "TransferError",
     "TransportError",
     "UnitChannel",
     "UnitPlan",

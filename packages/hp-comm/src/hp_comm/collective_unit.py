@@ -9,12 +9,16 @@ that had one need not look; a rank that had none reads the number when the reduc
 
 Note [uncopied shards]: where a shard's storage has room for its padding, it is sent as it lies.
 On a transport that moves bytes after the call, it must not change until `wait_gather`.
+
+Note [failed transfers]: a wait that ended with an error doesn't end the transfer, which may go on
+to write. The memory is kept then, also by `free`, and the unit refuses every further call.
 """
 
 from __future__ import annotations
 
 import hashlib
 from array import array
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, cast, runtime_checkable
 
@@ -25,7 +29,7 @@ from hp_comm.trace import muted, note_collective
 from hp_comm.verify import check_unit_arrays
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from hp_comm.plan import UnitPlan
     from hp_comm.ports import Array, ArrayOps, Communicator, Work
@@ -52,7 +56,7 @@ class _Reduction:
 
     grads: Sequence[Array | None]
     factor: float
-    flags: Array
+    flags: Array | None = None
     works: list[Work] = field(default_factory=list)
     outputs: list[tuple[Transfer, Array]] = field(default_factory=list)
     sources: list[Array] = field(default_factory=list)
@@ -119,6 +123,8 @@ class CollectiveUnit:
         self._packed: list[tuple[Transfer, Array]] = []
         self._sources: list[Array] = []
         self._reduction: _Reduction | None = None
+        self._is_free = True
+        self._refusal = ""
         self._release()
 
     @property
@@ -130,13 +136,19 @@ class CollectiveUnit:
         """Start to make every parameter whole; see Note [uncopied shards].
 
         Raises:
-            CommError: A shard doesn't fit its box.
+            CommError: A shard doesn't fit its box, or the full parameters weren't freed.
         """
+        self._check()
+        if not self._is_free:
+            raise CommError(
+                f"gather of unit {self._label!r} was called and its full parameters weren't "
+                f"freed. Call free first."
+            )
         check_unit_arrays(self._label, "shard", shards, self._shards)
-        self._settle()
         self._note("all_gather", [spec.compute_dtype for spec in self._plan.params])
         self._restore()
-        with muted():
+        self._is_free = False
+        with self._refusing("gather"), muted():
             for transfer in self._packing.gathers:
                 source = self._packing.pack_shards(transfer, shards)
                 if not self._packing.is_direct(transfer):
@@ -150,7 +162,17 @@ class CollectiveUnit:
                     self._works.append(cast("Work", work))
 
     def wait_gather(self) -> tuple[Array, ...]:
-        """Return the full parameters, readable until `free`."""
+        """Return the full parameters, readable until `free`.
+
+        Raises:
+            CommError: No gather was started.
+        """
+        self._check()
+        if self._is_free:
+            raise CommError(
+                f"wait_gather of unit {self._label!r} was called without a gather before it. Call "
+                f"gather first."
+            )
         self._finish_gather()
         for bucket, whole in self._packed:
             self._packing.unpack(bucket, whole, self._full)
@@ -159,8 +181,12 @@ class CollectiveUnit:
 
     def free(self) -> None:
         """Give the full parameters back; a gather that nobody waited for is waited for first."""
-        self._settle()
+        if self._is_free or self._refusal:
+            return
+        self._finish_gather()
+        self._packed = []
         self._release()
+        self._is_free = True
 
     def reduce(self, grads: Sequence[Array | None], factor: float) -> None:
         """Start to add the full gradients over the ranks.
@@ -169,6 +195,7 @@ class CollectiveUnit:
             CommError: A reduction is under way, or a gradient doesn't fit its parameter.
         """
         specs = self._plan.params
+        self._check()
         check_unit_arrays(self._label, "gradient", grads, self._grads)
         if self._reduction is not None:
             raise CommError(
@@ -176,13 +203,15 @@ class CollectiveUnit:
             )
         self._note("reduce_scatter", [s.reduce_dtype if s.trainable else "" for s in specs])
         kept = [g if s.trainable else None for g, s in zip(grads, specs, strict=True)]
-        reduction = _Reduction(kept, factor, self._flags(kept))
-        with muted():
+        self._reduction = reduction = _Reduction(kept, factor)
+        if not self._packing.reductions:  # nothing trains, on any rank
+            return
+        reduction.flags = self._flags(kept)
+        with self._refusing("reduction"), muted():
             for transfer in self._packing.reductions:
                 self._start_reduce(reduction, transfer)
             work = self._comm.all_reduce(reduction.flags, async_op=True)
         reduction.works.append(cast("Work", work))
-        self._reduction = reduction
 
     def wait_reduce(self) -> tuple[Array | None, ...]:
         """Return this rank's boxes of the reduced gradients, in new memory.
@@ -190,14 +219,16 @@ class CollectiveUnit:
         Raises:
             CommError: No reduction was started.
         """
+        self._check()
         reduction, self._reduction = self._reduction, None
         if reduction is None:
             raise CommError(
                 f"wait_reduce of unit {self._label!r} was called without a reduction under way. "
                 f"Call reduce first."
             )
-        for work in reduction.works:
-            work.wait()
+        with self._refusing("reduction"):
+            for work in reduction.works:
+                work.wait()
         used = self._used(reduction)
         found: list[Array | None] = [None] * len(self._plan.params)
         for transfer, part in reduction.outputs:
@@ -209,7 +240,9 @@ class CollectiveUnit:
         return tuple(found)
 
     def close(self) -> None:
-        """Drop references to the memory."""
+        """Drop references to the memory; transfers under way keep theirs."""
+        self._refusal = self._refusal or f"unit {self._label!r} was closed. Open it again."
+        self._full, self._padded = (), {}
         self._packed, self._reduction = [], None
 
     @property
@@ -241,14 +274,26 @@ class CollectiveUnit:
         return [self._padded.get(index, full) for index, full in enumerate(self._full)]
 
     def _finish_gather(self) -> None:
-        for work in self._works:
-            work.wait()
+        with self._refusing("gather"):
+            for work in self._works:
+                work.wait()
         self._works, self._sources = [], []
 
-    def _settle(self) -> None:
-        """Wait for a gather that was given up: it must not write into memory given back."""
-        self._finish_gather()
-        self._packed = []
+    def _check(self) -> None:
+        if self._refusal:
+            raise CommError(self._refusal)
+
+    @contextmanager
+    def _refusing(self, what: str) -> Iterator[None]:
+        """Refuse all further calls after an error inside; see Note [failed transfers]."""
+        try:
+            yield
+        except BaseException as error:
+            self._refusal = (
+                f"unit {self._label!r} can't be used any more: a {what} failed ({error}). Make "
+                f"another process group, and the unit again."
+            )
+            raise
 
     def _start_reduce(self, reduction: _Reduction, transfer: Transfer) -> None:
         source = self._packing.pack_grads(transfer, reduction.grads)
@@ -269,7 +314,8 @@ class CollectiveUnit:
     def _used(self, reduction: _Reduction) -> list[bool]:
         """Return which parameters any rank had a gradient for; see Note [used flags]."""
         used = [grad is not None for grad in reduction.grads]
-        if not all(u or not s.trainable for u, s in zip(used, self._plan.params, strict=True)):
+        all_used = all(u or not s.trainable for u, s in zip(used, self._plan.params, strict=True))
+        if reduction.flags is not None and not all_used:
             values = array("f", bytes(4 * len(used)))
             self._ops.copy(self._on_host(values), reduction.flags)
             used = [value > 0 for value in values]

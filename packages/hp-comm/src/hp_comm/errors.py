@@ -5,13 +5,17 @@ CommError          a call's arguments don't fit the operation or the group
 TransportError     a transport that was asked for by name can't serve this group
 MismatchError      ranks of one group made different calls at the same place
 CommTimeoutError   a wait ended before all ranks arrived; names who is missing
+TransferError      a collective failed under way, and nobody knows which rank broke it
 """
 
 from __future__ import annotations
 
 
 class CommError(ValueError):
-    """A collective was asked for something it can't do; nothing was sent or changed."""
+    """A collective was asked for something it can't do; nothing was sent or changed.
+
+    The classes below say more, and after the last three of them the group is of no more use.
+    """
 
 
 class TransportError(CommError, RuntimeError):
@@ -20,6 +24,32 @@ class TransportError(CommError, RuntimeError):
 
 class MismatchError(CommError, RuntimeError):
     """Ranks of one group are at different calls; says which rank is at which."""
+
+
+class TransferError(CommError, RuntimeError):
+    """A collective failed under way; says what the transport found.
+
+    Args:
+        operation: What failed, for example "all_reduce".
+        group: Name of the group.
+        sequence: Number of the call in this group, counted from 1.
+        reason: What the transport said.
+
+    Example:
+        >>> print(TransferError("all_reduce", "dp", 7, "Connection closed by peer"))
+        all_reduce number 7 of group 'dp' failed: Connection closed by peer. Look at the other \
+ranks' logs for the one that ended first, and start the job again.
+    """
+
+    def __init__(self, operation: str, group: str, sequence: int, reason: str) -> None:
+        self.operation = operation
+        self.group = group
+        self.sequence = sequence
+        self.reason = reason
+        super().__init__(
+            f"{operation} number {sequence} of group {group!r} failed: {reason}. Look at the other "
+            f"ranks' logs for the one that ended first, and start the job again."
+        )
 
 
 class CommTimeoutError(CommError, TimeoutError):

@@ -132,13 +132,10 @@ class LocalUnit:
         self._ops = communicator.ops
         self._plan = plan
         self._label = label
-        self._cast: dict[int, Array] = {
-            index: self._ops.empty(spec.shape, spec.compute_dtype)
-            for index, spec in enumerate(plan.params)
-            if spec.storage_dtype != spec.compute_dtype
-        }
+        self._cast: dict[int, Array] = {}
         self._whole = [(spec.name, spec.shape) for spec in plan.params]
-        self._full: tuple[Array, ...] = ()
+        self._full: tuple[Array, ...] | None = None
+        self._is_closed = False
         self._grads: Sequence[Array | None] | None = None
         self._factor = 1.0
 
@@ -151,21 +148,35 @@ class LocalUnit:
         """Cast the shards that need it.
 
         Raises:
-            CommError: A shard doesn't fit its parameter.
+            CommError: A shard doesn't fit its parameter, or the full parameters weren't freed.
         """
+        self._check()
+        if self._full is not None:
+            raise CommError(
+                f"gather of unit {self._label!r} was called and its full parameters weren't "
+                f"freed. Call free first."
+            )
         check_unit_arrays(self._label, "shard", shards, self._whole)
         self._note("all_gather")
-        for index, made in self._cast.items():
-            self._ops.copy(made, shards[index])
-            note_copy("all_gather", copied_bytes=nbytes(self._ops, made), label=self._label)
-        self._full = tuple(self._cast.get(index, shard) for index, shard in enumerate(shards))
+        self._full = tuple(self._make_full(index, shard) for index, shard in enumerate(shards))
 
     def wait_gather(self) -> tuple[Array, ...]:
-        """Return the full parameters."""
+        """Return the full parameters.
+
+        Raises:
+            CommError: No gather was started.
+        """
+        self._check()
+        if self._full is None:
+            raise CommError(
+                f"wait_gather of unit {self._label!r} was called without a gather before it. Call "
+                f"gather first."
+            )
         return self._full
 
     def free(self) -> None:
-        """Do nothing: the full parameters are the shards."""
+        """Forget the full parameters, which are the shards."""
+        self._full = None
 
     def reduce(self, grads: Sequence[Array | None], factor: float) -> None:
         """Keep the gradients for `wait_reduce`.
@@ -173,6 +184,7 @@ class LocalUnit:
         Raises:
             CommError: A reduction is under way, or a gradient doesn't fit its parameter.
         """
+        self._check()
         check_unit_arrays(self._label, "gradient", grads, self._whole)
         if self._grads is not None:
             raise CommError(
@@ -187,6 +199,7 @@ class LocalUnit:
         Raises:
             CommError: No reduction was started.
         """
+        self._check()
         grads, self._grads = self._grads, None
         if grads is None:
             raise CommError(
@@ -200,7 +213,23 @@ class LocalUnit:
 
     def close(self) -> None:
         """Drop references to the memory."""
-        self._cast, self._full, self._grads = {}, (), None
+        self._cast, self._full, self._grads = {}, None, None
+        self._is_closed = True
+
+    def _check(self) -> None:
+        if self._is_closed:
+            raise CommError(f"unit {self._label!r} was closed. Open it again.")
+
+    def _make_full(self, index: int, shard: Array) -> Array:
+        """Return the shard itself, or what it is cast to: the same array in every cycle."""
+        spec = self._plan.params[index]
+        if self._ops.dtype_of(shard) == spec.compute_dtype:
+            return shard
+        if index not in self._cast:
+            self._cast[index] = self._ops.empty(spec.shape, spec.compute_dtype)
+        self._ops.copy(self._cast[index], shard)
+        note_copy("all_gather", copied_bytes=spec.full_bytes, label=self._label)
+        return self._cast[index]
 
     def _finish(self, grad: Array, dtype: str) -> Array:
         made = self._ops.empty(grad.shape, dtype)

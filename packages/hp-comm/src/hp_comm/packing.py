@@ -66,8 +66,9 @@ class Packing:
     def pack_shards(self, transfer: Transfer, shards: Sequence[Array]) -> Array:
         """Return this rank's part in the compute dtype; a direct one uncopied where it can be."""
         spec, length = self.spec(transfer), self.part_elements(transfer)
-        if self.is_direct(transfer) and spec.storage_dtype == spec.compute_dtype:
-            extended = self._ops.extend(shards[transfer[0]], length)
+        shard = shards[transfer[0]]
+        if self.is_direct(transfer) and self._ops.dtype_of(shard) == spec.compute_dtype:
+            extended = self._ops.extend(shard, length)
             if extended is not None:
                 return extended
         made = self._ops.empty((length,), spec.compute_dtype)

@@ -127,7 +127,8 @@ class UnitChannel(Protocol):
     """Moves one unit's parameters and gradients between the ranks of one group.
 
     Calls per cycle: `gather`, `wait_gather`, `free`; and `reduce`, `wait_reduce`. All ranks make
-    them in the same order. At most one gather and one reduction of a channel are in flight.
+    them in the same order. At most one gather and one reduction of a channel are in flight. A call
+    at the wrong place, or after `close`, raises CommError and changes nothing.
     """
 
     @property
@@ -138,7 +139,8 @@ class UnitChannel(Protocol):
     def gather(self, shards: Sequence[Array]) -> None:
         """Start to make every parameter whole; `shards[i]` is this rank's box of parameter i.
 
-        Casts to the compute dtype on the way. The shards may be changed once this returns.
+        Casts to the compute dtype on the way. The shards may be changed once `wait_gather` (or
+        `free`) returned: a transport may still read them until then.
         """
         ...
 

@@ -25,9 +25,9 @@ def check_array(ops: ArrayOps, array: Array, op: str | None = None) -> None:
 
 def check_source(source: int, num_ranks: int) -> None:
     """Raise unless a group index is inside the group."""
-    if not 0 <= source < num_ranks:
+    if not isinstance(source, int) or not 0 <= source < num_ranks:
         raise CommError(
-            f"broadcast was asked for from group index {source} in a group of {num_ranks} ranks. "
+            f"broadcast was asked for from group index {source!r} in a group of {num_ranks} ranks. "
             f"Pass an index in [0, {num_ranks})."
         )
 

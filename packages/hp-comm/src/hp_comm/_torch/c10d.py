@@ -6,7 +6,7 @@ import time
 import weakref
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, NoReturn, cast
+from typing import TYPE_CHECKING, NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from hp_comm._torch.ops import TorchOps
 from hp_comm._torch.progress import FAILURE_GRACE_S, TIME_OUT_GRACE_S, Progress
 from hp_comm._torch.stuck import keep_until_exit
 from hp_comm.collective_unit import open_unit
-from hp_comm.errors import CommError, CommTimeoutError
+from hp_comm.errors import CommError, CommTimeoutError, TransferError
 from hp_comm.trace import muted, note_collective
 from hp_comm.verify import check_all_gather, check_array, check_reduce_scatter, check_source
 from hp_comm.wire import all_reduce_bytes, nbytes
@@ -32,6 +32,7 @@ NATIVE_DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", 
                  "bool")  # fmt: skip
 """What every backend moves and reduces; anything else moves as bytes, or is refused."""
 
+T = TypeVar("T")
 FIRST_LOOK_S = 1.0
 """A wait that takes longer than this (or a quarter of its time-out) tells the others so."""
 
@@ -110,6 +111,7 @@ class C10dCommunicator:
         group: torch's process group; not kept alive.
         facts: Its name, members and backend.
         store: Where ranks tell each other how far they are, when a wait takes long.
+        key: A prefix in it that only this communicator uses.
         timeout_s: How long a wait lasts, in seconds.
     """
 
@@ -119,6 +121,7 @@ class C10dCommunicator:
         facts: GroupFacts,
         *,
         store: StoreRendezvous,
+        key: str,
         timeout_s: float,
     ) -> None:
         self.name = facts.name
@@ -128,9 +131,9 @@ class C10dCommunicator:
         self.ops: ArrayOps = TorchOps(facts.device)
         self.timeout_s = timeout_s
         self.sequence = 0
+        self._device = facts.device
         self._is_on_host = facts.device == "cpu"
         self._group_ref = weakref.ref(group)
-        key = f"hp-comm/progress/{group.group_name}/{'-'.join(map(str, facts.ranks))}"
         self._progress = Progress(store, key, index=facts.index, ranks=facts.ranks)
 
     def all_gather_into(
@@ -138,9 +141,11 @@ class C10dCommunicator:
     ) -> Work | None:
         """Concatenate every rank's `source` in `output`, by group index."""
         check_all_gather(self.ops, output, source, len(self.ranks))
+        group = self._group_of(output, source)
         self._note("all_gather", nbytes(self.ops, source) * (len(self.ranks) - 1))
-        work = dist.all_gather_single(
-            self._moved(output), self._moved(source), group=self._group, async_op=True
+        whole, part = self._moved(output), self._moved(source)
+        work = self._issue(
+            "all_gather", lambda: dist.all_gather_single(whole, part, group=group, async_op=True)
         )
         return self._end(work, None, "all_gather", async_op)
 
@@ -150,9 +155,12 @@ class C10dCommunicator:
         """Reduce every rank's `source` and keep this rank's part in `output`."""
         check_reduce_scatter(self.ops, output, source, op, len(self.ranks))
         self._check_reduced(output, op)
+        group, fold = self._group_of(output, source), self._op(op)
         self._note("reduce_scatter", nbytes(self.ops, output) * (len(self.ranks) - 1))
-        work = dist.reduce_scatter_single(
-            _flat(output), _flat(source), self._op(op), group=self._group, async_op=True
+        part, whole = _flat(output), _flat(source)
+        work = self._issue(
+            "reduce_scatter",
+            lambda: dist.reduce_scatter_single(part, whole, fold, group=group, async_op=True),
         )
         return self._end(work, self._mean(op, output), "reduce_scatter", async_op)
 
@@ -162,27 +170,32 @@ class C10dCommunicator:
         """Reduce every rank's `array`, in place, on every rank."""
         check_array(self.ops, array, op)
         self._check_reduced(array, op)
+        group, fold, flat = self._group_of(array), self._op(op), _flat(array)
         self._note("all_reduce", all_reduce_bytes(nbytes(self.ops, array), len(self.ranks)))
-        work = dist.all_reduce(_flat(array), self._op(op), group=self._group, async_op=True)
+        work = self._issue(
+            "all_reduce", lambda: dist.all_reduce(flat, fold, group=group, async_op=True)
+        )
         return self._end(work, self._mean(op, array), "all_reduce", async_op)
 
     def broadcast(self, array: Array, *, source: int = 0, async_op: bool = False) -> Work | None:
         """Overwrite `array` on every rank by that of group index `source`."""
         check_array(self.ops, array)
         check_source(source, len(self.ranks))
+        group, root, moved = self._group_of(array), self.ranks[source], self._moved(array)
         self._note("broadcast", 0 if source == self.index else nbytes(self.ops, array))
-        root = self.ranks[source]
-        work = dist.broadcast(self._moved(array), root, group=self._group, async_op=True)
+        work = self._issue(
+            "broadcast", lambda: dist.broadcast(moved, root, group=group, async_op=True)
+        )
         return self._end(work, None, "broadcast", async_op)
 
     def barrier(self, *, timeout_s: float | None = None) -> None:
         """Return when every rank of the group has called this."""
+        group = self._group_of()
         self._note("barrier", 0)
-        token = self.ops.empty((1,), "float32")
-        self.ops.fill_zero(token)
-        work = dist.all_reduce(_flat(token), group=self._group, async_op=True)
+        token = _flat(self.ops.empty((1,), "float32")).zero_()
+        work = self._issue("barrier", lambda: dist.all_reduce(token, group=group, async_op=True))
         C10dWork(work, None, self, "barrier").wait(timeout_s)
-        _flat(token).cpu()  # on accelerators, only this waits for the others
+        token.cpu()  # on accelerators, only this waits for the others
 
     def all_gather_bytes(self, value: bytes) -> list[bytes]:
         """Return every rank's bytes, by group index; set-up traffic, no trace counts it."""
@@ -217,9 +230,10 @@ class C10dCommunicator:
         Raises:
             CommTimeoutError: It didn't end in time, or a rank is gone.
             MismatchError: Another rank waits for another operation under this number.
+            TransferError: It failed though every rank arrived.
         """
         if not self._is_on_host:
-            work.wait()
+            self._issue(call[1], work.wait, call[0])
             return
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         start = time.monotonic()
@@ -247,15 +261,35 @@ class C10dCommunicator:
         is_late = not work.is_completed()
         if is_late:
             text = f"{operation} number {sequence} of group {self.name!r}"
-            keep_until_exit(work, self._group, text)
+            keep_until_exit(work, self._group_of(), text)
         grace_s = TIME_OUT_GRACE_S if is_late else FAILURE_GRACE_S
         missing = self._progress.missing(sequence, operation, grace_s)
         if missing or is_late:
             raise CommTimeoutError(operation, self.name, sequence, missing, waited_s) from error
-        raise error
+        raise TransferError(operation, self.name, sequence, _reason(error)) from error
 
-    @property
-    def _group(self) -> dist.ProcessGroup:
+    def _issue(self, operation: str, call: Callable[[], T], sequence: int | None = None) -> T:
+        """Return what a call of torch returns; its errors say which collective it was for."""
+        try:
+            return call()
+        except RuntimeError as error:
+            number = self.sequence if sequence is None else sequence
+            raise TransferError(operation, self.name, number, _reason(error)) from error
+
+    def _group_of(self, *arrays: Array) -> dist.ProcessGroup:
+        """Return the process group, if it lives and moves these tensors as they are."""
+        for array in arrays:
+            tensor = _tensor(array)
+            if tensor.device.type != self._device:
+                raise CommError(
+                    f"group {self.name!r} moves tensors of device {self._device!r} and was given "
+                    f"one on {str(tensor.device)!r}. Move it, or use a group for its device."
+                )
+            if tensor.is_conj() or tensor.is_neg():
+                raise CommError(
+                    f"group {self.name!r} was given a lazy conjugate of shape "
+                    f"{tuple(tensor.shape)}. Pass tensor.resolve_conj().resolve_neg()."
+                )
         group = self._group_ref()
         if group is None:
             raise CommError(
@@ -323,5 +357,14 @@ class C10dCommunicator:
         )
 
 
+def _tensor(array: Array) -> torch.Tensor:
+    return cast("torch.Tensor", array)
+
+
 def _flat(array: Array) -> torch.Tensor:
-    return cast("torch.Tensor", array).detach().view(-1)
+    return _tensor(array).detach().view(-1)
+
+
+def _reason(error: RuntimeError) -> str:
+    """Return the first line of torch's message, without its full stop."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")

@@ -6,7 +6,8 @@
     anything else                             the process group's backend (gloo, nccl, hccl)
 
 Communicators are kept per ranks and transport, or per process group where that moves the bytes,
-for as long as the default process group lives.
+for as long as the default process group lives. Threads may ask at the same time: those that ask for
+the same ranks wait for each other, those that ask for others don't, since that could be a deadlock.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import threading
 import warnings
 import weakref
 from dataclasses import dataclass, field
@@ -44,6 +46,7 @@ class _Made:
     default: weakref.ref[dist.ProcessGroup] | None = None
     by_ranks: dict[Key, Communicator] = field(default_factory=dict)
     declined: set[Key] = field(default_factory=set)
+    locks: dict[tuple[int, ...], threading.Lock] = field(default_factory=dict)
     by_group: weakref.WeakKeyDictionary[dist.ProcessGroup, C10dCommunicator] = field(
         default_factory=weakref.WeakKeyDictionary
     )
@@ -53,6 +56,7 @@ class _Made:
 
 
 _made = _Made()
+_made_lock = threading.Lock()
 _warned: list[str] = []
 
 
@@ -74,10 +78,11 @@ def communicator(
     if answer is None:
         facts = _facts(process_group, name, device)
         limit_s = limit_s or choose_timeout(None)
-        answer = _ours(made, facts, wanted, limit_s)
-        if answer is None:
-            answer = _torchs(made, process_group, facts, limit_s)
-        answers[wanted, device] = answer
+        with made.locks.setdefault(facts.ranks, threading.Lock()):
+            answer = _ours(made, facts, wanted, limit_s)
+            if answer is None:
+                answer = _torchs(made, process_group, facts, limit_s)
+            answers[wanted, device] = answer
     return answer
 
 
@@ -99,7 +104,10 @@ def _torchs(
 ) -> Communicator:
     if group not in made.by_group:
         store = StoreRendezvous(dist.distributed_c10d._get_default_store())
-        made.by_group[group] = C10dCommunicator(group, facts, store=store, timeout_s=limit_s)
+        key = _next_key(store, facts, f"progress/{group.group_name}")
+        made.by_group[group] = C10dCommunicator(
+            group, facts, store=store, key=key, timeout_s=limit_s
+        )
     return made.by_group[group]
 
 
@@ -107,11 +115,12 @@ def _forget_stale() -> _Made:
     """Return what was made for the default process group of now; drop what was for another."""
     global _made  # noqa: PLW0603  # one registry, replaced as a whole
     default = cast("dist.ProcessGroup", dist.group.WORLD)
-    if _made.default is None or _made.default() is not default:
-        for old in _made.by_ranks.values():
-            old.close()
-        _made = _Made(default=weakref.ref(default))
-    return _made
+    with _made_lock:
+        if _made.default is None or _made.default() is not default:
+            for old in _made.by_ranks.values():
+                old.close()
+            _made = _Made(default=weakref.ref(default))
+        return _made
 
 
 def _facts(group: dist.ProcessGroup, name: str, device: str) -> GroupFacts:
@@ -129,7 +138,17 @@ def _resolve(group: object | None) -> tuple[dist.ProcessGroup, str, str]:
     if group is None:
         found = cast("dist.ProcessGroup", dist.group.WORLD)
         return found, "world", _device(found)
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise CommError(
+            "a communicator was asked for of a group in which this rank isn't: new_group returned "
+            "GroupMember.NON_GROUP_MEMBER. Ask on its members only."
+        )
     if isinstance(group, dist.ProcessGroup):
+        if group not in dist.distributed_c10d._world.pg_map:
+            raise CommError(
+                f"a communicator was asked for of process group {group.group_name!r}, which was "
+                f"destroyed. Make another one with torch.distributed.new_group."
+            )
         return group, group.group_desc or group.group_name, _device(group)
     if isinstance(group, tuple) and len(group) == 2:  # noqa: PLR2004  # (mesh, axis)
         mesh, axis = as_device_mesh(group[0]), group[1]
@@ -204,15 +223,15 @@ def _connect(facts: GroupFacts, wanted: Transport, timeout_s: float) -> Communic
     return made
 
 
-def _next_key(store: StoreRendezvous, facts: GroupFacts) -> str:
-    """Return a name in the store that no earlier attempt of these ranks used.
+def _next_key(store: StoreRendezvous, facts: GroupFacts, purpose: str = "shm") -> str:
+    """Return a name in the store that no earlier attempt of these ranks used for this purpose.
 
     The store may outlive process groups and processes, so it counts: every rank of an attempt
     adds one, and no rank gets to the next attempt before all have.
     """
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     ranks = "-".join(map(str, facts.ranks))
-    prefix = f"hp-comm/shm/{restart}/{ranks}"
+    prefix = f"hp-comm/{purpose}/{restart}/{ranks}"
     attempt = (store.count_up(f"{prefix}/joined") - 1) // len(facts.ranks)
     return f"{prefix}/{attempt}"
 

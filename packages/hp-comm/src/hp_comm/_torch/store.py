@@ -5,6 +5,8 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from hp_comm.errors import CommError
+
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
@@ -50,8 +52,18 @@ class StoreRendezvous:
             return None
 
     def count_up(self, key: str) -> int:
-        """Return how often this was called for the key, by any rank, this time included."""
-        return int(self._store.add(key, 1))
+        """Return how often this was called for the key, by any rank, this time included.
+
+        Raises:
+            CommError: The rank that holds the store is gone.
+        """
+        try:
+            return int(self._store.add(key, 1))
+        except RuntimeError as error:
+            raise CommError(
+                f"{key!r} was to be counted and the store of the job can't be reached ({error}). "
+                f"Look for the rank that ended, mostly rank 0, and start the job again."
+            ) from error
 
     def _get(self, key: str) -> bytes:
         return bytes.fromhex(self._store.get(key).decode())

@@ -173,7 +173,9 @@ def check_barrier(comm: Communicator) -> None:
 def check_bytes(comm: Communicator) -> None:
     """Values of any length reach everybody, also empty and very different ones."""
     n = len(comm.ranks)
-    for lengths in ([0] * n, [r % 3 for r in range(n)], [70_000 // (r + 1) for r in range(n)]):
+    one_long = [(1 << 20) * (r == n // 2) for r in range(n)]
+    mixed = [70_000 // (r + 1) for r in range(n)]
+    for lengths in ([0] * n, [r % 3 for r in range(n)], mixed, one_long):
         values = [bytes([rank]) * length for rank, length in enumerate(lengths)]
         assert comm.all_gather_bytes(values[comm.index]) == values
 
@@ -215,6 +217,7 @@ def check_bad_calls(comm: Communicator) -> None:
         "sum of booleans": lambda: comm.all_reduce(flags),
         "nobody": lambda: comm.broadcast(three, source=n),
         "negative": lambda: comm.broadcast(three, source=-1),
+        "half": lambda: comm.broadcast(three, source=cast("int", 0.5)),
     }
     for name, call in calls.items():
         fails(CommError, call, name)

@@ -13,6 +13,7 @@ from hp_comm.plan import ParamSpec, UnitPlan, itemsize, padded_shard_elements, p
 from hp_comm.testing.expectation import expect, fails, traced
 from hp_comm.testing.units import chunk_boxes
 from hp_comm.testing.values import Floats, numbers, put, total
+from hp_mesh import Box
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -177,7 +178,7 @@ def check_shards_after_gather(comm: Communicator) -> None:
 
 def check_units_in_flight(comm: Communicator) -> None:
     """Units of one group are gathered and reduced while others are under way."""
-    plans = [make_plan(len(comm.ranks), bucket_below_bytes=t) for t in (0, 1 << 40)]
+    plans = [make_plan(len(comm.ranks), bucket_below_bytes=t) for t in (0, 1 << 40, 0)]
     cases = [_Case(comm, plan) for plan in plans]
     units = [comm.open_unit(case.plan, label=f"layers.{i}") for i, case in enumerate(cases)]
     for cycle in range(2 if len(comm.ranks) <= MANY_RANKS else 1):
@@ -192,10 +193,73 @@ def check_units_in_flight(comm: Communicator) -> None:
             unit.free()
         for unit, case in zip(units, cases, strict=True):
             unit.reduce(case.grads(cycle), 1.0)
-        for unit, case in zip(units, cases, strict=True):
+        pairs = list(zip(units, cases, strict=True))
+        for unit, case in pairs if cycle else reversed(pairs):
             case.expect_reduced(unit.wait_reduce(), cycle, 1.0)
     for unit in units:
         unit.close()
+
+
+def check_gather_while_reducing(comm: Communicator) -> None:
+    """A unit is gathered again, and others of the group work, before its reduction is read."""
+    case = _Case(comm, make_plan(len(comm.ranks), bucket_below_bytes=32))
+    unit = comm.open_unit(case.plan, label="overlapping")
+    shards = case.shards()
+    unit.reduce(case.grads(0), 2.0)
+    unit.gather(shards)
+    comm.barrier()
+    case.expect_full(unit.wait_gather(), 0)
+    unit.free()
+    case.expect_reduced(unit.wait_reduce(), 0, 2.0)
+    unit.close()
+
+
+def check_odd_units(comm: Communicator) -> None:
+    """Units without parameters, with frozen or empty ones only, do all that others do."""
+    n, f32 = len(comm.ranks), "float32"
+    rows = chunk_boxes((n, 2), 0, n)
+    frozen = ParamSpec("frozen", (n, 2), rows, f32, f32, f32, trainable=False)
+    empty = ParamSpec("empty", (0, 3), chunk_boxes((0, 3), 0, n), f32, f32, f32)
+    hollow = ParamSpec("hollow", (n, 0), chunk_boxes((n, 0), 0, n), f32, f32, f32)
+    for params in ((), (frozen,), (empty,), (hollow, frozen, empty)):
+        for threshold in (0, 1 << 40):
+            plan = plan_unit(params, world_size=n, bucket_below_bytes=threshold)
+            case = _Case(comm, plan)
+            unit = comm.open_unit(plan, label="odd")
+            shards = case.shards()
+            for cycle in range(2):
+                case.set_shards(shards, cycle)
+                unit.gather(shards)
+                case.expect_full(unit.wait_gather(), cycle)
+                unit.free()
+                unit.reduce(case.grads(cycle), 0.5)
+                case.expect_reduced(unit.wait_reduce(), cycle, 0.5)
+            unit.close()
+
+
+def check_unit_of_views(comm: Communicator) -> None:
+    """Shards and gradients needn't be contiguous, and may have another data type than planned."""
+    for threshold in (0, 1 << 40):
+        case = _Case(comm, make_plan(len(comm.ranks), bucket_below_bytes=threshold))
+        unit = comm.open_unit(case.plan, label="views")
+        for dtype in ("float32", "float64"):
+            unit.gather([_strided(comm.ops, shard, dtype) for shard in case.shards()])
+            case.expect_full(unit.wait_gather(), 0)
+            unit.free()
+            grads = [None if g is None else _strided(comm.ops, g, dtype) for g in case.grads(0)]
+            unit.reduce(grads, 1.0)
+            case.expect_reduced(unit.wait_reduce(), 0, 1.0)
+        unit.close()
+
+
+def _strided(ops: ArrayOps, array: Array, dtype: str) -> Array:
+    """Return the same values, with gaps between the rows where there are rows."""
+    shape = tuple(array.shape)
+    memory = ops.empty((*shape[:-1], shape[-1] + 1), dtype)
+    ops.fill_zero(memory)
+    made = ops.box(memory, Box((0,) * len(shape), shape))
+    ops.copy(made, array)
+    return made
 
 
 def check_gather_given_up(comm: Communicator) -> None:
@@ -278,15 +342,25 @@ def check_bad_unit_calls(comm: Communicator) -> None:
         "too many gradients": lambda: unit.reduce([*grads, None], 1.0),
         "odd gradient": lambda: unit.reduce([odd, *grads[1:]], 1.0),
         "wait_reduce first": unit.wait_reduce,
+        "wait_gather first": unit.wait_gather,
     }
+    unit.free()  # of nothing is allowed
     for name, call in calls.items():
         fails(CommError, call, name)
     unit.reduce(grads, 1.0)
     fails(CommError, lambda: unit.reduce(grads, 1.0), "a second reduction")
     case.expect_reduced(unit.wait_reduce(), 0, 1.0)
     unit.gather(shards)
+    fails(CommError, lambda: unit.gather(shards), "a second gather")
     case.expect_full(unit.wait_gather(), 0)
+    case.expect_full(unit.wait_gather(), 0)
+    unit.free()
+    unit.free()
+    fails(CommError, unit.wait_gather, "wait_gather after free")
     unit.close()
+    unit.free()
+    for call in (lambda: unit.gather(shards), unit.wait_gather, lambda: unit.reduce(grads, 1.0)):
+        assert "was closed" in str(fails(CommError, call, "a closed unit"))
 
 
 def check_different_plans(comm: Communicator) -> None:
@@ -302,7 +376,10 @@ CHECKS: tuple[Callable[[Communicator], None], ...] = (
     check_unit_cycles,
     check_shards_after_gather,
     check_units_in_flight,
+    check_gather_while_reducing,
     check_gather_given_up,
+    check_odd_units,
+    check_unit_of_views,
     check_unit_counts,
     check_direct_uncopied,
     check_bad_unit_calls,
