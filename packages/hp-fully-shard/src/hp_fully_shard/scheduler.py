@@ -18,8 +18,8 @@ Invariants:
     After `backward_end` nothing is awaited, and only units that asked to stay full are full.
     A forward inside a backward is recompute: it gathers what it needs, frees nothing, prefetches
     nothing and is not awaited again if its first run is.
-    A backward that was broken off is noticed at the next forward of the root: its gradients are
-    dropped, its units freed.
+    A backward that was broken off is noticed at the next forward: its gradients are dropped, its
+    units freed.
 
 Source: ZeRO stage 3 (Rajbhandari et al., 2020); backward prefetch in reverse forward order as in
 PyTorch FSDP2.
@@ -108,6 +108,7 @@ class Scheduler:
             read at each event, so changing a field takes effect at once.
         root: Number of the unit whose forward is the whole forward.
         phases: Where each unit's parameters are already; None: all are sharded.
+        owing: Units that hold gradients of earlier backwards that weren't reduced.
 
     Example:
         >>> scheduler = Scheduler([UnitSettings()], root=0)
@@ -129,10 +130,13 @@ class Scheduler:
         *,
         root: int,
         phases: Sequence[Phase] | None = None,
+        owing: Collection[int] = (),
     ) -> None:
         self.settings = settings
         self._root = root
         self._units = [_UnitState(phase) for phase in phases or [Phase.SHARDED] * len(settings)]
+        for unit in owing:
+            self._units[unit].owes_reduce = True
         self._order: list[int] = []
         self._in_backward = False
 
@@ -153,16 +157,20 @@ class Scheduler:
         """Return whether a call of the unit has run whose backward has not."""
         return self._units[unit].awaited > 0
 
-    def before_forward(self, unit: int, *, inside_backward: bool = False) -> list[Action]:
+    def before_forward(
+        self, unit: int, *, member: int | None = None, inside_backward: bool = False
+    ) -> list[Action]:
         """Return what must happen before a module of the unit runs its forward.
 
         Args:
             unit: The unit whose module is called.
+            member: Which module of a list unit is called; None for any other call.
             inside_backward: The call comes from within a backward pass: recompute.
         """
         actions: list[Action] = []
         if not inside_backward:
-            if unit == self._root:
+            actions += self.recover()
+            if unit == self._root and self._begins_round(unit, member):
                 actions += self._start_over()
             self._units[unit].open_calls += 1
         actions += self._need(unit)
@@ -204,6 +212,19 @@ class Scheduler:
             actions += self._free_after_forward(unit)
         if unit == self._root:
             actions += self._free_strays()
+        return actions
+
+    def gradient_arrived(self, unit: int) -> list[Action]:
+        """Return what must happen when a full parameter of the unit has got a gradient.
+
+        Mostly nothing: `before_backward` came first. It did not where the loss depends on the unit
+        other than through outputs that the adapter can see.
+        """
+        state = self._units[unit]
+        actions: list[Action] = [] if self._in_backward else [QueueEnd()]
+        self._in_backward = True
+        state.in_backward = True
+        state.finished = False
         return actions
 
     def before_backward(self, unit: int) -> list[Action]:
@@ -277,13 +298,18 @@ class Scheduler:
 
     def _start_over(self) -> list[Action]:
         """Begin a forward of the root: what an exception left behind is put right."""
-        actions = self.recover()
+        actions: list[Action] = []
         for unit, state in enumerate(self._units):
-            if state.open_calls:
+            if state.open_calls or state.members_done:
                 actions += self._free(unit)
             state.open_calls = 0
             state.members_done.clear()
         return actions
+
+    def _begins_round(self, unit: int, member: int | None) -> bool:
+        """Whether a call of the root begins a new forward: a list's next member doesn't."""
+        done = self._units[unit].members_done
+        return not done or member is None or member in done
 
     def _abandon(self) -> list[Action]:
         actions: list[Action] = []

@@ -371,3 +371,154 @@ def ignored_parameter(rank: int, world: int) -> None:
 
 def test_ignored_parameter_stays_whole() -> None:
     run_ranks(ignored_parameter, 2)
+
+
+def first_forward_in_inference_mode(rank: int, world: int) -> None:
+    model, reference = shard_layers(two_layers()), two_layers()
+    with torch.inference_mode():
+        torch.testing.assert_close(model(torch.ones(1, 6)), reference(torch.ones(1, 6)))
+    expect_same_gradients(model, reference)
+
+
+def expect_same_gradients(model: nn.Module, reference: nn.Module) -> None:
+    """Run one backward on both and compare every gradient."""
+    for net in (model, reference):
+        net(torch.ones(2, 6)).sum().backward()
+    for sharded, whole in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(sharded.grad.full_tensor(), whole.grad)
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+def test_model_trains_after_a_first_forward_in_inference_mode(transport: str) -> None:
+    run_ranks(first_forward_in_inference_mode, 2, env={"HP_TRANSPORT": transport})
+
+
+def list_unit_as_root(rank: int, world: int) -> None:
+    model, reference = two_layers(), two_layers()
+    fully_shard(list(model), mesh=line())
+    for _ in range(2):
+        with torch.no_grad():
+            torch.testing.assert_close(model(torch.ones(1, 6)), reference(torch.ones(1, 6)))
+            assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+            for parameter in (*model.parameters(), *reference.parameters()):
+                parameter.mul_(2.0)
+    expect_same_gradients(model, reference)
+
+
+def test_list_unit_without_a_model_above_is_gathered_afresh() -> None:
+    run_ranks(list_unit_as_root, 2)
+
+
+def forward_without_backward(rank: int, world: int) -> None:
+    model, reference = shard_layers(two_layers()), two_layers()
+    for net in (model, reference):
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+        net(torch.ones(1, 6)).sum().backward()
+        net(torch.ones(1, 6))  # for a metric; nobody calls backward
+        optimizer.step()
+    torch.testing.assert_close(model(torch.ones(1, 6)), reference(torch.ones(1, 6)))
+
+
+def test_step_after_a_forward_without_backward_leaves_nothing_stale() -> None:
+    run_ranks(forward_without_backward, 2)
+
+
+def load_at_any_time(rank: int, world: int, assign: bool) -> None:
+    model, reference = fully_shard(two_layers(), mesh=line()), two_layers()
+    model(torch.ones(1, 6))  # the root is full now
+    doubled = {name: value * 2 for name, value in model.state_dict().items()}
+    model.load_state_dict(doubled, assign=assign)
+    reference.load_state_dict({name: v * 2 for name, v in reference.state_dict().items()})
+    with torch.no_grad():
+        torch.testing.assert_close(model(torch.ones(1, 6)), reference(torch.ones(1, 6)))
+
+
+@pytest.mark.parametrize("assign", [False, True], ids=["copied", "assigned"])
+def test_state_loaded_while_full_is_seen_by_the_next_forward(assign: bool) -> None:
+    run_ranks(load_at_any_time, 2, assign)
+
+
+def inner_units_after_a_broken_backward(rank: int, world: int) -> None:
+    model, reference = shard_layers(two_layers()), two_layers()
+    model(torch.ones(1, 6)).sum().backward()  # the root has the tree
+
+    def fail(grad: torch.Tensor) -> None:
+        raise ArithmeticError("a user's hook")
+
+    hidden = model[0](torch.ones(1, 6))
+    hidden.register_hook(fail)
+    with pytest.raises(ArithmeticError, match="user's hook"):
+        model[1](hidden).sum().backward()
+    model.zero_grad()
+    for net in (model, reference):
+        net[1](net[0](torch.ones(2, 6))).sum().backward()
+    for sharded, whole in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(sharded.grad.full_tensor(), whole.grad)
+
+
+def test_inner_units_called_alone_train_on_after_a_broken_backward() -> None:
+    run_ranks(inner_units_after_a_broken_backward, 2)
+
+
+class Hiding(nn.Module):
+    """Gives its result in an object in which nobody looks for tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.layer = nn.Linear(6, 5)
+
+    def forward(self, x: torch.Tensor) -> object:
+        return torch.distributions.Normal(self.layer(x), 1.0)
+
+
+def hidden_output(rank: int, world: int) -> None:
+    model, reference = fully_shard(Hiding(), mesh=line()), Hiding()
+    for net in (model, reference):
+        net(torch.ones(2, 6)).log_prob(torch.ones(5)).mean().backward()
+    for sharded, whole in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(sharded.grad.full_tensor(), whole.grad)
+
+
+def test_gradients_through_an_output_that_hides_its_tensor_are_reduced() -> None:
+    run_ranks(hidden_output, 2)
+
+
+def optimizer_in_backward(rank: int, world: int) -> None:
+    model = shard_layers(two_layers())
+    seen: list[torch.Size] = []
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.shape))
+    model(torch.ones(1, 6)).sum().backward()
+    assert sorted(seen) == sorted(parameter.shape for parameter in model.parameters())
+
+
+def test_hooks_after_accumulation_run_on_sharded_parameters() -> None:
+    run_ranks(optimizer_in_backward, 2)
+
+
+def zero_grad_while_accumulating(rank: int, world: int) -> None:
+    model, reference = shard_layers(two_layers()), two_layers()
+    model.set_requires_gradient_sync(False)
+    model(torch.ones(1, 6)).sum().backward()
+    model.zero_grad()
+    model.set_requires_gradient_sync(True)
+    expect_same_gradients(model, reference)
+
+
+def test_zero_grad_drops_what_was_accumulated() -> None:
+    run_ranks(zero_grad_while_accumulating, 2)
+
+
+def frozen_while_full(rank: int, world: int) -> None:
+    model = fully_shard(two_layers(), mesh=line())
+    model(torch.ones(1, 6))
+    model[0].requires_grad_(False)  # the root is full: this is the full parameter
+    for _ in range(2):
+        model(torch.ones(1, 6)).sum().backward()
+        assert model[0].weight.grad is None
+        assert model[1].weight.grad is not None
+
+
+def test_parameter_frozen_while_full_stays_frozen() -> None:
+    run_ranks(frozen_while_full, 2)

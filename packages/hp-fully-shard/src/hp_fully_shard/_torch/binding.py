@@ -27,7 +27,11 @@ class TorchBinding:
 
     def shards(self) -> Sequence[Array]:
         """Return this rank's shards as they are now."""
-        return [cast("Array", param.local) for param in self._params]
+        return [cast("Array", param.shard_to_gather()) for param in self._params]
+
+    def is_stale(self) -> bool:
+        """Whether any shard was changed since the full parameters were gathered."""
+        return any(param.is_stale() for param in self._params)
 
     def bind_full(self, full: Sequence[Array]) -> None:
         """Let the modules see the full parameters."""
@@ -49,6 +53,10 @@ class TorchBinding:
     def has_grads(self) -> bool:
         """Whether any full parameter holds a gradient that nobody took."""
         return any(param.has_grad() for param in self._params)
+
+    def has_accumulated(self) -> bool:
+        """Whether any parameter keeps gradients of earlier backwards on this rank."""
+        return any(param.has_accumulated() for param in self._params)
 
     def take_grads(self) -> list[Array | None]:
         """Hand over the full gradients, accumulated ones included, and forget them."""

@@ -73,10 +73,12 @@ class CallHooks:
             place = cast("Place", self._unit.place)
         else:
             tree = place.tree
-            if self._unit is tree.root and not inside:
-                tree.refresh()
+            if not inside:
+                tree.refresh(place.number)
         scheduler = tree.scheduler
-        tree.run(scheduler.before_forward(place.number, inside_backward=inside))
+        tree.run(
+            scheduler.before_forward(place.number, member=self._member, inside_backward=inside)
+        )
         inputs = (args, kwargs)
         policy = self._unit.policy
         if policy.cast_forward_inputs and policy.param_dtype is not None:

@@ -205,6 +205,8 @@ def hook_module_methods(module: nn.Module) -> None:
     """Let `state_dict` of a module show the shards, also while the unit is full."""
     module.register_state_dict_pre_hook(_show_shards)
     module.register_state_dict_post_hook(_show_full_again)
+    module.register_load_state_dict_pre_hook(_prepare_load)
+    module.register_load_state_dict_post_hook(_adopt_loaded)
 
 
 def _show_shards(module: nn.Module, prefix: str, keep_vars: bool) -> None:
@@ -216,6 +218,20 @@ def _show_full_again(module: nn.Module, state: object, prefix: str, metadata: ob
     for unit in units_of(module):
         if unit.place is not None and unit.place.tree.scheduler.is_full(unit.place.number):
             unit.binding.rebind_full()
+
+
+def _prepare_load(module: nn.Module, *args: object) -> None:
+    """Free the full parameters before shards are loaded: they would go stale."""
+    for unit in units_of(module):
+        if unit.place is not None:
+            unit.place.tree.run(unit.place.tree.scheduler.reshard(unit.place.number))
+
+
+def _adopt_loaded(module: nn.Module, incompatible: object) -> None:
+    """Take over parameters that `load_state_dict(assign=True)` has replaced."""
+    for unit in units_of(module):
+        for param in unit.params:
+            param.refresh()
 
 
 def _check_bool(method: str, name: str, value: object) -> None:

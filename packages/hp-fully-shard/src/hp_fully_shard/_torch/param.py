@@ -19,6 +19,8 @@ from hp_comm.plan import ParamSpec
 from hp_dtensor import Layout, Shard, dtensor_from_local, local_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch.distributed.tensor import DTensor
 
     from hp_mesh import DeviceMesh
@@ -79,6 +81,10 @@ class ShardedParam:
         self.full: nn.Parameter | None = None
         self._array: torch.Tensor | None = None
         self._accumulated: torch.Tensor | None = None
+        self._is_watched = False
+        self._gathered: tuple[torch.Tensor, int] | None = None
+        self._bound_full: bool | None = None
+        self.on_grad: Callable[[], None] | None = None
         self.sharded = self._shard(original)
 
     @property
@@ -111,8 +117,24 @@ class ShardedParam:
         """Replace the original parameter by the sharded one in every owner."""
         self.bind_sharded()
 
+    def shard_to_gather(self) -> torch.Tensor:
+        """Return this rank's shard, and note its version: a later change makes `full` stale."""
+        local = self.local
+        self._gathered = (local, local._version)
+        return local
+
+    def is_stale(self) -> bool:
+        """Whether the shard was changed or replaced since it was gathered."""
+        if self._gathered is None:
+            return False
+        local, version = self._gathered
+        return local is not self.local or local._version != version
+
     def bind_sharded(self) -> None:
-        """Let every owner see the sharded parameter."""
+        """Let every owner see the sharded parameter; it is frozen if the full one was meanwhile."""
+        if self.full is not None and self._bound_full not in (None, self.full.requires_grad):
+            self.sharded.requires_grad_(self.full.requires_grad)
+        self._bound_full = None
         for owner in self.owners:
             owner.bind(self.sharded)
 
@@ -121,14 +143,27 @@ class ShardedParam:
         if self.full is None or self._array is not array:
             self.full = nn.Parameter(array.data, requires_grad=self.sharded.requires_grad)
             self._array = array
+            self._is_watched = False
         if self.full.requires_grad != self.sharded.requires_grad:  # frozen or not since then
             self.full.requires_grad_(self.sharded.requires_grad)
+        if self.full.requires_grad and not self._is_watched:
+            self._is_watched = True
+            self.full.register_post_accumulate_grad_hook(self._tell)
+        self._bound_full = self.full.requires_grad
         for owner in self.owners:
             owner.bind(self.full)
+
+    def _tell(self, parameter: torch.Tensor) -> None:
+        if self.on_grad is not None:
+            self.on_grad()
 
     def has_grad(self) -> bool:
         """Whether the full parameter holds a gradient that nobody took."""
         return self.full is not None and self.full.grad is not None
+
+    def has_accumulated(self) -> bool:
+        """Whether gradients of earlier backwards are kept on this rank."""
+        return self._accumulated is not None
 
     def accumulate_grad(self, dtype: torch.dtype | None) -> None:
         """Add the full gradient to the accumulator, which has this data type."""
@@ -156,7 +191,8 @@ class ShardedParam:
             self.full.grad = None
 
     def zero_grad(self, set_to_none: bool) -> None:
-        """Reset the sharded parameter's gradient."""
+        """Reset the sharded parameter's gradient and what was accumulated for it."""
+        self._accumulated = None
         if set_to_none:
             self.sharded.grad = None
         elif self.sharded.grad is not None:
@@ -171,6 +207,8 @@ class ShardedParam:
             self.sharded.grad = dtensor_from_local(
                 local, self.mesh, self.layout.placements, shape=self.shape
             )
+        for hook in (self.sharded._post_accumulate_grad_hooks or {}).values():
+            hook(self.sharded)  # the autograd engine sees the full parameter only
 
     def refresh(self) -> None:
         """Adopt what `module.to(...)` or `to_empty(...)` left in the owner modules."""

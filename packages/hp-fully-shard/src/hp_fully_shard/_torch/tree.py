@@ -7,6 +7,7 @@ the units of the smaller one with their phases; no state is lost and no channel 
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -48,11 +49,13 @@ class Tree:
         for unit, label in labels.items():
             asked = unit.reshard_after_forward
             unit.settings.reshard_after_forward = unit is not self.root if asked is None else asked
-            unit.prepare(label)
+            with outside_inference():
+                unit.prepare(label)
         self.scheduler = Scheduler(
             [unit.settings for unit in self.units],
             root=self._number(self.root),
             phases=[_phase(unit) for unit in self.units],
+            owing=[n for n, unit in enumerate(self.units) if unit.binding.has_accumulated()],
         )
         self.executor = Executor([unit.executed for unit in self.units], record_function)
         for number, unit in enumerate(self.units):
@@ -66,24 +69,35 @@ class Tree:
             chosen = unit.backward_prefetch
             unit.settings.backward_prefetch = None if chosen is None else self._numbers(chosen)
 
-    def refresh(self) -> None:
-        """Reopen the channels of units whose parameters changed type, device or need of gradient.
+    def refresh(self, number: int) -> None:
+        """Notice what was done to the shards of a unit; all ranks must have done the same.
 
-        All ranks must have made the same change.
+        Full parameters whose shards changed are freed, so that they are gathered again. Where
+        type, device or need of gradient changed, the channel is opened again.
         """
-        for number, unit in enumerate(self.units):
-            if not unit.is_prepared:
-                self.run(self.scheduler.reshard(number))
-                unit.prepare(unit.label)
+        unit = self.units[number]
+        if self.scheduler.is_full(number) and (not unit.is_prepared or unit.binding.is_stale()):
+            self.run(self.scheduler.reshard(number))
+        if unit.is_prepared:
+            return
+        with outside_inference():
+            unit.prepare(unit.label)
 
     def run(self, actions: Iterable[Action]) -> None:
         """Run the scheduler's actions."""
-        for action in actions:
-            if isinstance(action, QueueEnd):
-                engine = Variable._execution_engine
-                engine.queue_callback(self._on_backward_end)
-            else:
-                self.executor.run((action,))
+        with outside_inference():
+            for action in actions:
+                if isinstance(action, QueueEnd):
+                    engine = Variable._execution_engine
+                    engine.queue_callback(self._on_backward_end)
+                else:
+                    self.executor.run((action,))
+
+    def gradient_arrived(self, number: int) -> None:
+        """Take note of a gradient of a unit's full parameter."""
+        actions = self.scheduler.gradient_arrived(number)
+        if actions:
+            self.run(actions)
 
     def _on_backward_end(self) -> None:
         leftover = [n for n, unit in enumerate(self.units) if unit.binding.has_grads()]
@@ -125,6 +139,11 @@ def _phase(unit: TorchUnit) -> Phase:
     if unit.place is None:
         return Phase.SHARDED
     return unit.place.tree.scheduler.phase(unit.place.number)
+
+
+def outside_inference() -> AbstractContextManager[object]:
+    """Leave inference mode, if it is on: what is made here is used for training, too."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 def inside_backward() -> bool:

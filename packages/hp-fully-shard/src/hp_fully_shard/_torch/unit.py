@@ -75,6 +75,8 @@ class TorchUnit:
         self.settings.num_members = len(self.modules)
         self.settings.empty = not self.params
         self._signature: tuple[object, ...] = ()
+        for param in self.params:
+            param.on_grad = self._on_grad
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         """Refuse: a channel to other ranks can't be copied."""
@@ -83,6 +85,10 @@ class TorchUnit:
             f"copy.deepcopy of a sharded module (unit {name!r}) isn't supported. Copy the module "
             f"before fully_shard, or load its state dict into another sharded module."
         )
+
+    def _on_grad(self) -> None:
+        if self.place is not None:
+            self.place.tree.gradient_arrived(self.place.number)
 
     def prepare(self, label: str) -> None:
         """Name the unit and open its channel if it has none that fits; collective."""
