@@ -143,7 +143,7 @@ def work(comm, unit, step, where):
 def test_killed_rank_is_named_by_the_survivors_and_nothing_stays(tmp_path, victim, where):
     files = in_dev_shm()
     with pytest.raises(RankError, match=f"rank {victim} was ended by SIGKILL"):
-        run_ranks(die, 3, str(tmp_path), victim, where)
+        run_ranks(die, 3, str(tmp_path), victim, where, grace_s=20.0)
     for rank in {0, 1, 2} - {victim}:
         saw = json.loads(Path(tmp_path, f"saw-{rank}").read_text(encoding="utf-8"))
         assert saw["missing"] == [victim]

@@ -50,6 +50,7 @@ class _Rank:
 @dataclass
 class _Run:
     deadline: float
+    grace_s: float
     ranks: list[_Rank] = field(default_factory=list)
     failed: list[_Rank] = field(default_factory=list)  # in the order in which they failed
 
@@ -63,6 +64,7 @@ def run_ranks(
     world_size: int,
     *args: object,
     timeout_s: float = 60.0,
+    grace_s: float = GRACE_S,
     env: Mapping[str, str] | None = None,
 ) -> list[Any]:
     """Call `function(rank, world_size, *args)` on real processes and return the results by rank.
@@ -75,6 +77,7 @@ def run_ranks(
         world_size: Number of processes, at least 1.
         *args: Passed on; plain values.
         timeout_s: For the whole run, in seconds.
+        grace_s: What the other ranks get to end by themselves, once one has failed, in seconds.
         env: More environment variables for the ranks.
 
     Raises:
@@ -93,7 +96,7 @@ def run_ranks(
         )
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["hp_comm.testing.preload"])
-    run = _Run(time.monotonic() + timeout_s)
+    run = _Run(time.monotonic() + timeout_s, grace_s)
     source = (inspect.getfile(function), function.__qualname__)
     environment = {k: v for k, v in os.environ.items() if k not in OWN_VARIABLES} | dict(env or {})
     try:
@@ -145,7 +148,7 @@ def _receive(run: _Run, rank: _Rank) -> None:
     if kind == "failure":
         rank.failure = value
         run.failed.append(rank)
-        run.deadline = min(run.deadline, time.monotonic() + GRACE_S)
+        run.deadline = min(run.deadline, time.monotonic() + run.grace_s)
     else:
         rank.result = value
 
