@@ -173,7 +173,9 @@ class _Forming:
             try:
                 handover.give(self.segment, self.segment.num_bytes, self._left_s())
             except OSError as error:
-                self.problems[0] = f"the segment could not be handed over: {error}"
+                self.missing = list(handover.lost())  # died between its knock and now
+                if not self.missing:
+                    self.problems[0] = f"the segment could not be handed over: {error}"
         return handover
 
     def _reach(self, offer: Note) -> str:
