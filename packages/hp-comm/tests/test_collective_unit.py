@@ -3,11 +3,19 @@
 import numpy as np
 import pytest
 
-from hp_comm import CommTrace, ParamSpec, plan_unit
+from hp_comm import (
+    CommError,
+    CommTimeoutError,
+    CommTrace,
+    ParamSpec,
+    TransferError,
+    plan_unit,
+)
 from hp_comm.collective_unit import CollectiveUnit
 from hp_comm.local import DoneWork, LocalCommunicator
 from hp_comm.testing import NumpyOps, run_threads
 from hp_comm.testing.units import chunk_boxes
+from hp_mesh import Box
 
 
 def spec(shape: tuple[int, ...], num_ranks: int, dim: int = 0, **more: object) -> ParamSpec:
@@ -152,3 +160,121 @@ def test_unit_is_finished_in_new_memory() -> None:
     (reduced,) = unit.wait_reduce()
     grad[:] = 9
     assert reduced.tolist() == [2.0] * 20
+
+
+class LostWork(DoneWork):
+    """A transfer that its wait gave up."""
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        raise CommTimeoutError("all_gather", "world", 1, (3,), 5.0)
+
+
+class LosingCommunicator(LocalCommunicator):
+    """Loses the transfers that `loses` names, at their start or in their wait."""
+
+    def __init__(self, loses: str) -> None:
+        super().__init__("world", 0, ReleasedMemory())
+        self.loses = loses
+
+    def all_gather_into(self, output, source, *, async_op=False):
+        if self.loses == "start of all_gather" and source.shape[0] == 20:
+            raise TransferError("all_gather", "world", 1, "no route")
+        work = super().all_gather_into(output, source, async_op=async_op)
+        return LostWork() if self.loses == "all_gather" else work
+
+    def all_reduce(self, array, *, op="sum", async_op=False):
+        super().all_reduce(array, op=op, async_op=async_op)
+        return LostWork() if self.loses == "all_reduce" else DoneWork()
+
+
+class ReleasedMemory(NumpyOps):
+    """Knows how much memory is given back at the moment."""
+
+    def __init__(self) -> None:
+        self.num_released = 0
+
+    def release(self, array) -> None:
+        self.num_released += 1
+
+    def restore(self, array) -> None:
+        self.num_released -= 1
+
+
+def open_losing(loses: str) -> tuple[LosingCommunicator, CollectiveUnit, list[np.ndarray]]:
+    comm = LosingCommunicator(loses)
+    params = [spec((12,), 1), spec((20,), 1)]
+    unit = CollectiveUnit(comm, plan_unit(params, world_size=1, bucket_below_bytes=40), "layers.3")
+    return comm, unit, [np.zeros(12, np.float32), np.zeros(20, np.float32)]
+
+
+def expect_refusal(unit: CollectiveUnit, arrays: list[np.ndarray], text: str) -> None:
+    text = rf"unit 'layers.3' can't be used any more: {text}"
+    for call in (
+        lambda: unit.gather(arrays),
+        unit.wait_gather,
+        lambda: unit.reduce(arrays, 1.0),
+        unit.wait_reduce,
+    ):
+        with pytest.raises(CommError, match=text):
+            call()
+
+
+@pytest.mark.parametrize("end", ["wait_gather", "free"])
+def test_unit_whose_gather_timed_out_keeps_its_memory_and_refuses_at_once(end: str) -> None:
+    comm, unit, arrays = open_losing("all_gather")
+    assert comm.ops.num_released == 2
+    unit.gather(arrays)
+    with pytest.raises(CommTimeoutError):
+        getattr(unit, end)()
+    unit.free()  # a transfer that was given up may still write into this memory
+    assert comm.ops.num_released == 0
+    expect_refusal(unit, arrays, r"a gather failed \(all_gather number 1")
+
+
+def test_unit_whose_gather_failed_halfway_at_its_start_keeps_its_memory_and_refuses() -> None:
+    comm, unit, arrays = open_losing("start of all_gather")
+    with pytest.raises(TransferError):
+        unit.gather(arrays)
+    unit.free()
+    assert comm.ops.num_released == 0
+    expect_refusal(unit, arrays, r"a gather failed \(all_gather number 1 .* no route")
+
+
+def test_unit_whose_reduction_failed_refuses() -> None:
+    _, unit, arrays = open_losing("all_reduce")
+    unit.reduce(arrays, 1.0)
+    with pytest.raises(CommTimeoutError):
+        unit.wait_reduce()
+    expect_refusal(unit, arrays, "a reduction failed")
+
+
+def test_refused_arguments_leave_the_unit_free() -> None:
+    comm, unit, arrays = open_losing("nothing")
+    with pytest.raises(CommError, match=r"shard of parameter 'w' of unit 'layers.3' has shape"):
+        unit.gather([arrays[1], arrays[1]])
+    assert comm.ops.num_released == 2
+    unit.gather(arrays)
+    assert comm.ops.num_released == 0
+    unit.free()
+    assert comm.ops.num_released == 2
+
+
+def test_unit_without_anything_to_train_reduces_without_sending() -> None:
+    comm, unit = open_recorded([spec((20,), 1, trainable=False)])
+    with CommTrace() as trace:
+        unit.reduce([None], 1.0)
+        assert unit.wait_reduce() == (None,)
+    assert comm.sent == []
+    assert trace.counts() == {"reduce_scatter": 1}
+
+
+@pytest.mark.parametrize("threshold", [0, 100], ids=["direct", "bucket"])
+def test_scalar_parameter_on_one_rank(threshold: int) -> None:
+    scalar = ParamSpec("s", (), (Box((), ()),), "float32", "float32", "float32")
+    plan = plan_unit([scalar], world_size=1, bucket_below_bytes=threshold)
+    unit = CollectiveUnit(LocalCommunicator("world", 0, NumpyOps()), plan, "scalar")
+    unit.gather([np.array(3.0, np.float32)])
+    (full,) = unit.wait_gather()
+    unit.reduce([np.array(4.0, np.float32)], 0.5)
+    (reduced,) = unit.wait_reduce()
+    assert (full.shape, full.item(), reduced.shape, reduced.item()) == ((), 3.0, (), 2.0)

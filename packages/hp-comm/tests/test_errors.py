@@ -2,7 +2,7 @@
 
 import pytest
 
-from hp_comm import CommError, CommTimeoutError, MismatchError, TransportError
+from hp_comm import CommError, CommTimeoutError, MismatchError, TransferError, TransportError
 
 
 @pytest.mark.parametrize(
@@ -11,6 +11,7 @@ from hp_comm import CommError, CommTimeoutError, MismatchError, TransportError
         (CommError("x"), ValueError),
         (TransportError("x"), RuntimeError),
         (MismatchError("x"), RuntimeError),
+        (TransferError("barrier", "dp", 1, "reset"), RuntimeError),
         (CommTimeoutError("barrier", "dp", 1, (2,), 3.0), TimeoutError),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else value.__name__,
@@ -35,3 +36,10 @@ def test_time_out_names_operation_group_number_and_ranks(
     assert text in str(error)
     assert (error.operation, error.group, error.sequence) == ("all_reduce", "dp", 7)
     assert (error.missing, error.timeout_s) == (missing, 5.0)
+
+
+def test_failed_transfer_names_operation_group_number_and_reason() -> None:
+    error = TransferError("all_reduce", "dp", 7, "Connection reset by peer")
+    assert "all_reduce number 7 of group 'dp' failed: Connection reset by peer. Look" in str(error)
+    assert (error.operation, error.group, error.sequence) == ("all_reduce", "dp", 7)
+    assert error.reason == "Connection reset by peer"

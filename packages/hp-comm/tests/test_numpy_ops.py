@@ -47,6 +47,12 @@ def test_box_is_a_view() -> None:
     assert array.sum() == 20
 
 
+def test_box_of_no_dims_is_a_view() -> None:
+    array = np.zeros(())
+    OPS.box(array, Box((), ()))[...] = 5
+    assert array.item() == 5
+
+
 def test_reshape_that_would_copy_is_an_error() -> None:
     with pytest.raises(AssertionError, match="a view was asked for"):
         OPS.reshape(np.zeros((4, 4))[:, :2], (8,))

@@ -86,7 +86,7 @@ class NumpyOps:
 
     def box(self, array: Array, box: Box) -> Array:
         """Return the view that a box describes."""
-        return _np(array)[box.slices()]
+        return _np(array)[box.slices() or ...]  # an index of no dims would give a copy
 
     def reshape(self, array: Array, shape: Sequence[int]) -> Array:
         """Return a view with another shape."""
