@@ -48,6 +48,12 @@ def test_reduced_gradient_is_new_memory_and_scaled() -> None:
     assert reduced.tolist() == [1.5] * 4
 
 
+@pytest.mark.parametrize("value", ["text", bytearray(b"text"), memoryview(b"text"), None])
+def test_value_that_is_no_bytes_is_refused(value: object) -> None:
+    with pytest.raises(CommError, match=f"was given a {type(value).__name__}. Pass bytes"):
+        LocalCommunicator("world", 0, NumpyOps()).all_gather_bytes(value)
+
+
 def test_plan_for_more_ranks_is_refused() -> None:
     spec = ParamSpec("w", (4,), chunk_boxes((4,), 0, 2), "float32", "float32", "float32")
     plan = plan_unit([spec], world_size=2)

@@ -78,6 +78,14 @@ def test_trace_can_be_entered_again_and_goes_on() -> None:
     assert trace.counts() == {"all_gather": 2}
 
 
+def test_trace_entered_twice_counts_once() -> None:
+    trace = CommTrace()
+    with trace, trace:
+        note()
+    note()
+    assert trace.counts() == {"all_gather": 1}
+
+
 def test_trace_sees_all_threads() -> None:
     with CommTrace() as trace:
         threads = [threading.Thread(target=note) for _ in range(8)]

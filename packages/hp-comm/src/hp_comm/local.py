@@ -12,6 +12,7 @@ from hp_comm.verify import (
     check_reduce_scatter,
     check_source,
     check_unit_arrays,
+    check_value,
 )
 from hp_comm.wire import nbytes
 
@@ -94,6 +95,7 @@ class LocalCommunicator:
 
     def all_gather_bytes(self, value: bytes) -> list[bytes]:
         """Return this rank's bytes."""
+        check_value(value)
         return [value]
 
     def open_unit(self, plan: UnitPlan, *, label: str) -> LocalUnit:

@@ -170,5 +170,5 @@ def muted() -> Iterator[None]:
 
 def _record(event: CommEvent) -> None:
     with _lock:
-        for trace in _active:
+        for trace in set(_active):  # one may be entered twice
             trace._events.append(event)

@@ -32,6 +32,15 @@ def check_source(source: int, num_ranks: int) -> None:
         )
 
 
+def check_value(value: bytes) -> None:
+    """Raise unless a value is bytes."""
+    if not isinstance(value, bytes):
+        raise CommError(
+            f"all_gather_bytes was given a {type(value).__name__}. Pass bytes, for example "
+            f"bytes(value) or value.encode()."
+        )
+
+
 def check_all_gather(ops: ArrayOps, output: Array, source: Array, num_ranks: int) -> None:
     """Raise unless `output` has room for every rank's `source`."""
     _check_pair(ops, output, source)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import hp_comm
-from hp_comm import CommError, TransferError
+from hp_comm import CommError, CommTimeoutError, TransferError
 from hp_comm._torch import choose
 from hp_comm.testing import run_ranks
 
@@ -164,6 +164,49 @@ def test_gloo_adds_complex_numbers() -> None:
     first, second = run_ranks(reduce_complex, 2)
     assert first == [1 + 2j, 0.5, 2 + 4j]
     assert second == [1 + 2j, 0.5, 1]
+
+
+def gather_text(rank: int, world_size: int) -> list[bytes]:
+    comm = hp_comm.communicator(transport="gloo")
+    if rank == 0:  # alone, so that nothing may have been sent
+        with pytest.raises(CommError, match=r"was given a str. Pass bytes"):
+            comm.all_gather_bytes("text")
+    return comm.all_gather_bytes(b"%d" % rank)
+
+
+def test_value_that_is_no_bytes_is_refused_before_anything_is_sent() -> None:
+    assert run_ranks(gather_text, 2) == [[b"0", b"1"]] * 2
+
+
+# Time-outs that are none
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1.0, float("inf"), float("nan")])
+def test_barrier_with_a_time_out_that_is_none_is_refused(
+    timeout_s: float, world_of_one: None
+) -> None:
+    comm = hp_comm.communicator(transport="gloo")
+    with pytest.raises(CommError, match="Pass a finite number above 0"):
+        comm.barrier(timeout_s=timeout_s)
+    assert comm.sequence == 0
+
+
+def wait_for_a_moment(rank: int, world_size: int) -> bool:
+    comm = hp_comm.communicator(transport="gloo", timeout_s=30)
+    if rank:
+        time.sleep(2.0)
+        comm.barrier()
+        return True
+    work = comm.all_reduce(torch.zeros(1), async_op=True)  # meets the other's barrier
+    with pytest.raises(CommTimeoutError):
+        work.wait(0.0001)  # torch takes less than a millisecond as "for ever"
+    has_waited = not work.is_completed()
+    work.wait()
+    return has_waited
+
+
+def test_time_out_below_a_millisecond_is_short_and_the_wait_can_go_on() -> None:
+    assert run_ranks(wait_for_a_moment, 2) == [True, True]
 
 
 # Groups that are gone, ranks that aren't in them

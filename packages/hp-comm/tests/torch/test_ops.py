@@ -85,6 +85,23 @@ def test_from_buffer_shares_the_buffers_memory() -> None:
     assert np.frombuffer(buffer, np.int32).tolist() == [0, 1, 2, 3]
 
 
+def test_memory_made_in_inference_mode_is_ordinary() -> None:
+    with torch.inference_mode():
+        made = [
+            OPS.empty((2,), "float32"),
+            OPS.from_buffer(memoryview(bytearray(8)), (2,), "float32", 0),
+            OPS.from_buffer(memoryview(b""), (0,), "float32", 0),
+        ]
+    for array in made:
+        assert not array.is_inference()
+
+
+def test_empty_buffer_is_on_the_host_whatever_the_default_device() -> None:
+    with torch.device("meta"):
+        array = OPS.from_buffer(memoryview(b""), (0,), "float32", 0)
+    assert array.device.type == "cpu"
+
+
 def test_from_buffer_of_no_element_is_empty() -> None:
     assert OPS.from_buffer(memoryview(b""), (0, 3), "float32", 0).shape == (0, 3)
 

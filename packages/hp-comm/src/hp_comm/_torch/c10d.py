@@ -16,8 +16,15 @@ from hp_comm._torch.progress import FAILURE_GRACE_S, TIME_OUT_GRACE_S, Progress
 from hp_comm._torch.stuck import keep_until_exit
 from hp_comm.collective_unit import open_unit
 from hp_comm.errors import CommError, CommTimeoutError, TransferError
+from hp_comm.settings import choose_timeout
 from hp_comm.trace import muted, note_collective
-from hp_comm.verify import check_all_gather, check_array, check_reduce_scatter, check_source
+from hp_comm.verify import (
+    check_all_gather,
+    check_array,
+    check_reduce_scatter,
+    check_source,
+    check_value,
+)
 from hp_comm.wire import all_reduce_bytes, nbytes
 
 if TYPE_CHECKING:
@@ -35,6 +42,9 @@ NATIVE_DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", 
 T = TypeVar("T")
 FIRST_LOOK_S = 1.0
 """A wait that takes longer than this (or a quarter of its time-out) tells the others so."""
+
+LONGEST_S = 1e9
+"""A time-out of torch, in seconds, that fits its type; some 30 years."""
 
 REDUCE_OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -190,15 +200,16 @@ class C10dCommunicator:
 
     def barrier(self, *, timeout_s: float | None = None) -> None:
         """Return when every rank of the group has called this."""
-        group = self._group_of()
+        group, limit_s = self._group_of(), self._limit_s(timeout_s)
         self._note("barrier", 0)
         token = _flat(self.ops.empty((1,), "float32")).zero_()
         work = self._issue("barrier", lambda: dist.all_reduce(token, group=group, async_op=True))
-        C10dWork(work, None, self, "barrier").wait(timeout_s)
+        C10dWork(work, None, self, "barrier").wait(limit_s)
         token.cpu()  # on accelerators, only this waits for the others
 
     def all_gather_bytes(self, value: bytes) -> list[bytes]:
         """Return every rank's bytes, by group index; set-up traffic, no trace counts it."""
+        check_value(value)
         with muted():
             lengths = [
                 int.from_bytes(raw, "little")
@@ -228,6 +239,7 @@ class C10dCommunicator:
             timeout_s: How long, in seconds; None: the communicator's.
 
         Raises:
+            CommError: The time-out isn't a finite number above 0.
             CommTimeoutError: It didn't end in time, or a rank is gone.
             MismatchError: Another rank waits for another operation under this number.
             TransferError: It failed though every rank arrived.
@@ -235,21 +247,24 @@ class C10dCommunicator:
         if not self._is_on_host:
             self._issue(call[1], work.wait, call[0])
             return
-        limit_s = self.timeout_s if timeout_s is None else timeout_s
+        limit_s = self._limit_s(timeout_s)
         start = time.monotonic()
         if self._has_ended(work, min(FIRST_LOOK_S, limit_s / 4)):
             return
         self._progress.post(self.sequence, call)
         try:
-            work.wait(timedelta(seconds=max(0.001, start + limit_s - time.monotonic())))
+            work.wait(_duration(start + limit_s - time.monotonic()))
         except RuntimeError as error:
             waited_s = limit_s if not work.is_completed() else round(time.monotonic() - start, 1)
             self._raise(error, work, call, waited_s)
 
+    def _limit_s(self, timeout_s: float | None) -> float:
+        return self.timeout_s if timeout_s is None else choose_timeout(timeout_s)
+
     def _has_ended(self, work: dist.Work, limit_s: float) -> bool:
         """Wait for a moment; an error of the collective itself shows up in the wait after it."""
         try:
-            work.wait(timedelta(seconds=limit_s))
+            work.wait(_duration(limit_s))
         except RuntimeError:
             return False
         return True
@@ -363,6 +378,11 @@ def _tensor(array: Array) -> torch.Tensor:
 
 def _flat(array: Array) -> torch.Tensor:
     return _tensor(array).detach().view(-1)
+
+
+def _duration(seconds: float) -> timedelta:
+    """Return a time-out for torch, which takes less than a millisecond as "for ever"."""
+    return timedelta(seconds=min(max(seconds, 0.001), LONGEST_S))
 
 
 def _reason(error: RuntimeError) -> str:

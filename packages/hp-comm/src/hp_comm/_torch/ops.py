@@ -1,4 +1,8 @@
-"""The tensor operations of hp_comm on torch tensors, outside autograd."""
+"""The tensor operations of hp_comm on torch tensors, outside autograd.
+
+Note [memory outlives its caller's mode]: a unit that is opened in inference mode is trained later.
+A tensor that was made in that mode could never be written or saved for a backward outside it.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +67,9 @@ class TorchOps:
 
     def empty(self, shape: Sequence[int], dtype: str) -> Array:
         """Return new memory."""
-        return _array(torch.empty(tuple(shape), dtype=torch_dtype(dtype), device=self._device))
+        kind = torch_dtype(dtype)
+        with torch.inference_mode(False):  # see Note [memory outlives its caller's mode]
+            return _array(torch.empty(tuple(shape), dtype=kind, device=self._device))
 
     def from_buffer(
         self, buffer: memoryview, shape: Sequence[int], dtype: str, offset_bytes: int
@@ -71,10 +77,11 @@ class TorchOps:
         """Return a tensor over the buffer's memory."""
         count = math.prod(shape)
         kind = torch_dtype(dtype)
-        if not count:
-            return _array(torch.empty(tuple(shape), dtype=kind))
-        flat = torch.frombuffer(buffer, dtype=kind, count=count, offset=offset_bytes)
-        return _array(flat.view(tuple(shape)))
+        with torch.inference_mode(False):
+            if not count:
+                return _array(torch.empty(tuple(shape), dtype=kind, device="cpu"))
+            flat = torch.frombuffer(buffer, dtype=kind, count=count, offset=offset_bytes)
+            return _array(flat.view(tuple(shape)))
 
     def copy(self, target: Array, source: Array) -> None:
         """Write one tensor into another, casting on the way."""

@@ -16,7 +16,13 @@ from hp_comm.errors import CommTimeoutError, MismatchError
 from hp_comm.local import DoneWork
 from hp_comm.testing.numpy_ops import NumpyOps
 from hp_comm.trace import note_collective
-from hp_comm.verify import check_all_gather, check_array, check_reduce_scatter, check_source
+from hp_comm.verify import (
+    check_all_gather,
+    check_array,
+    check_reduce_scatter,
+    check_source,
+    check_value,
+)
 from hp_comm.wire import all_reduce_bytes, nbytes
 from hp_mesh import Box
 
@@ -194,6 +200,7 @@ class ThreadCommunicator:
 
     def all_gather_bytes(self, value: bytes) -> list[bytes]:
         """Return every thread's bytes, by group index; set-up traffic, no trace counts it."""
+        check_value(value)
         self._sequence += 1
         place = self._sequence, "start"
         given = self._meeting.exchange(self.index, place, "all_gather_bytes", value)
